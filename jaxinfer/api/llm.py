@@ -247,6 +247,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         cache_salt: str = "",
         adapter: str | Sequence[str | None] | None = None,
         steering: Mapping[int, Any] | Sequence[Mapping[int, Any] | None] | None = None,
+        tapped_layers: Sequence[int] = (),
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
@@ -261,6 +262,9 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
           adapter: the name of a loaded adapter for all prompts, or one for each; None for the model without one.
           steering: for all prompts, or one for each, vectors [D] by the number of a layer, one of `steered_layers`,
             after which they are added to the hidden states of prompt and answer; None for none.
+          tapped_layers: layers, of those that the LLM was made with, after which the hidden states of all answers'
+            tokens are returned as they were computed (`CompletionOutput.hidden_states`). Such prompts are computed
+            whole, cached or not.
 
         Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
         with its number; nothing is generated then.
@@ -275,7 +279,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         count = len(prompts)
         priorities, adapters = priorities_of_each(priority, count), adapters_of_each(adapter, count)
         options = [
-            RequestOptions(rank, timeout, cache_salt, name, added)
+            RequestOptions(rank, timeout, cache_salt, name, added, tapped_layers)
             for rank, name, added in zip(priorities, adapters, steering_of_each(steering, count), strict=True)
         ]
         requests = [
@@ -292,6 +296,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
                         taps,
                         request.adapter,
                         request.adapter_start,
+                        request.steering,
                     ),
                 )
                 for output, request in zip(outputs, requests, strict=True)

@@ -1,6 +1,6 @@
 """Slots, parameters, and what programs take of each dispatch, as shapes: to compile without weights or a chip."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import laid_out, layouts
 from jaxinfer.quantization.side_by_side import join, separate
 from jaxinfer.quantization.tree import is_quantized
-from jaxinfer.request_arrays import RequestArray
+from jaxinfer.request_arrays import RequestArrays
 from jaxinfer.sampling import SamplingBatch
 
 
@@ -29,7 +29,7 @@ def abstract_slots(
     mesh: Mesh | None = None,
     draft_length: int | None = None,
     has_adapters: bool = False,
-    steering: Mapping[int, RequestArray] | None = None,
+    steering: RequestArrays | None = None,
 ) -> tuple[Slots, SamplingBatch]:
     """Slots and sampling parameters; the other arguments are as of `init_slots`."""
     rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length, has_adapters, steering))

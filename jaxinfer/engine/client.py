@@ -25,7 +25,7 @@ from jaxinfer.engine.request import (
     StreamDelta,
     TokenLogprob,
 )
-from jaxinfer.engine.results import pooled_of, timings
+from jaxinfer.engine.results import pooled_of, states_of, timings
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.engine.steering import Steering
 from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
@@ -159,12 +159,13 @@ class Client(TakesPrompts):
         return self.eos_token_ids if own is None else tuple(sorted({*self.eos_token_ids, own}))
 
     def _steering_of(self, options: RequestOptions, what: str) -> Steering | None:
-        """The vectors that a request adds: its own beside those of all requests. Raises ValueError for layers and
-        lengths that the model does not have."""
+        """The vectors that a request adds: its own beside those of all requests. Raises ValueError for layers that were
+        not declared, of steering and of taps, and for vectors of other lengths than hidden states."""
         own = options.steering
-        if not isinstance(own, Steering):
-            return self._steering
         try:
+            self.engine.spec.check_taps(options.tapped_layers)
+            if not isinstance(own, Steering):
+                return self._steering
             self.engine.spec.check_steering(own)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
@@ -472,6 +473,7 @@ class Client(TakesPrompts):
             logprobs=logprobs,
             speculation=answer.speculation,
             weights=tuple(answer.weights),
+            hidden_states=states_of(answer),
         )
 
     def _tokenizer_of(self, request: Request) -> Tokenizer | None:

@@ -23,6 +23,11 @@ _MAX_EXPONENT = math.log(sys.float_info.max)
 MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while any other can be preempted
 
 
+def tap_name(layer: int) -> str:
+    """The name of the hidden states after a layer."""
+    return f"layers.{layer}.residual"
+
+
 @dataclass(frozen=True)
 class Logprob:
     """Log-probability of a token under the model's raw logits; its rank counts from 1. `token_bytes` are what the token
@@ -49,6 +54,7 @@ class RequestOptions:
         model without one.
       steering: vectors [D] of some layers, by number, that are added to the hidden states after these layers at every
         token of prompt and answers (`Steering`); None for none.
+      tapped_layers: layers after which the hidden states of the tokens are wanted.
     """
 
     priority: int = 0
@@ -56,6 +62,7 @@ class RequestOptions:
     cache_salt: str = ""
     adapter: str | LoadedAdapter | None = None
     steering: "Mapping[int, Any] | Steering | None" = None
+    tapped_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -71,6 +78,10 @@ class RequestOptions:
             raise ValueError(f"adapter must be the name of a loaded adapter or None, got {self.adapter!r:.60}")
         if not (self.steering is None or isinstance(self.steering, Steering)):
             object.__setattr__(self, "steering", Steering(self.steering))
+        layers: Any = self.tapped_layers
+        if not isinstance(layers, Sequence) or not all(type(layer) is int for layer in layers):
+            raise TypeError(f"tapped_layers must be numbers of layers, such as (3, 7), got {layers!r:.60}")
+        object.__setattr__(self, "tapped_layers", tuple(dict.fromkeys(layers)))
 
 
 DEFAULT_REQUEST_OPTIONS = RequestOptions()
@@ -204,7 +215,7 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """True if all of the prompt is computed, cached or not: its hidden states are needed, which no page has."""
-        return self.scores_prompt or (self.pooling is not None and self.pooling.kind != "last")
+        return self.scores_prompt or bool(self.options.tapped_layers) or (self.pooling is not None and self.pooling.kind != "last")
 
     @cached_property
     def ending_ids(self) -> frozenset[int]:
@@ -232,6 +243,8 @@ class SequenceState:
       logprobs: per token, if asked for. prompt_logprobs: per prompt token, None for the first. processed_logprobs: of
         the prompt from `score_from` on, under the sampling parameters. pooled: float32 [D] or [token ids], the sum of
         what was pooled so far.
+      states: by layer, hidden states [tokens, D] with the positions where they begin; later ones take the places of
+        earlier ones.
       finish_reason: None while it runs, else "stop", "length", "abort" or "error". stop_reason: the token id or stop
         string that ended it. error: what went wrong, for "error", or why it was aborted.
       arrived, admitted, first_token, finished: `time.monotonic` seconds.
@@ -272,6 +285,7 @@ class SequenceState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     pooled: np.ndarray | None = field(default=None, repr=False)
+    states: dict[int, list[tuple[int, np.ndarray]]] = field(default_factory=dict, repr=False)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -462,6 +476,8 @@ class CompletionOutput:
       weights: which weights made its tokens; one span unless they were replaced meanwhile.
       tool_calls: in chats with tools, the calls, which the text has no more. reasoning: in chats, what the model wrote
         before its answer, which the text has no more either; None where there is none.
+      hidden_states: of a finished answer whose request has `tapped_layers`, float32 [tokens, D] by layer, of the prompt
+        and the answer but its last token, which was never read.
     """
 
     index: int
@@ -478,6 +494,7 @@ class CompletionOutput:
     weights: tuple[WeightsSpan, ...] = ()
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
+    hidden_states: dict[int, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

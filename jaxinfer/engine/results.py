@@ -5,7 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.engine.request import Logprob, Request, RequestOutput, RequestTimings, Score, SequenceState, TokenLogprob
+from jaxinfer.engine.request import (
+    Logprob,
+    Request,
+    RequestOutput,
+    RequestTimings,
+    Score,
+    SequenceState,
+    TokenLogprob,
+    tap_name,
+)
 from jaxinfer.sampling import SampleOutput, TokenLogprobs
 
 NOT_A_NUMBER = (
@@ -50,6 +59,30 @@ def take_logprobs(sequence: SequenceState, samples: SampleOutput, index: tuple[i
     wanted = sequence.params.logprobs
     if wanted is not None:
         sequence.logprobs.append(logprob_entry(samples, index, sequence.tokens[-1], wanted))
+
+
+def take_states(
+    sequence: SequenceState, start: int, states: dict[str, np.ndarray], count: int | None = None
+) -> None:
+    """The first `count` hidden states [tokens, D], or all, by names of taps: of the tokens from position `start` on."""
+    for layer in sequence.request.options.tapped_layers:
+        own = states[tap_name(layer)][:count]
+        sequence.states.setdefault(layer, []).append((start, own))
+
+
+def states_of(sequence: SequenceState) -> dict[int, np.ndarray] | None:
+    """`CompletionOutput.hidden_states`."""
+    if not sequence.states or not sequence.is_finished:
+        return None
+    most, by_layer = max(len(sequence.tokens) - 1, sequence.num_prompt), {}
+    for layer, pieces in sequence.states.items():
+        num_known = min(most, max(start + len(own) for start, own in pieces))
+        whole = np.empty((num_known, pieces[0][1].shape[1]), np.float32)
+        for start, own in pieces:
+            end = min(start + len(own), num_known)
+            whole[start:end] = own[: max(end - start, 0)]
+        by_layer[layer] = whole
+    return by_layer
 
 
 def take_prompt_logprobs(sequence: SequenceState, scores: TokenLogprobs, rows: range, start: int) -> None:

@@ -40,6 +40,7 @@ from jaxinfer.engine.options import EngineOptions, most_tokens
 from jaxinfer.engine.programs import MIN_HEAD_ROWS, ProgramModel, Weights
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
+from jaxinfer.engine.request import tap_name
 from jaxinfer.engine.steering import Steering
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
@@ -191,6 +192,13 @@ class EngineSpec:
         for name, layers in (("steered_layers", self.steered_layers), ("tapped_layers", self.tapped_layers)):
             if layers and layers[-1] >= self.config.num_layers:
                 raise ValueError(f"{name}={layers}: the model has layers 0 to {self.config.num_layers - 1}")
+
+    def check_taps(self, layers: Sequence[int]) -> None:
+        """Raises ValueError for layers whose hidden states the engine does not return."""
+        for layer in layers:
+            if layer not in self.tapped_layers:
+                declared = f"tapped_layers={self.tapped_layers}" if self.tapped_layers else "there are no tapped_layers"
+                raise ValueError(f"hidden states after layer {layer}: {declared}; name it when the LLM is made")
 
     def check_steering(self, steering: Steering | None) -> None:
         """Raises ValueError for vectors that the engine has no room for."""
@@ -634,14 +642,14 @@ class EngineSpec:
         )
 
     @property
-    def steering_arrays(self) -> dict[int, RequestArray]:
+    def steering_arrays(self) -> dict[str, RequestArray]:
         """The vectors that a request may add, by layer."""
-        return {layer: RequestArray((self.config.hidden_size,)) for layer in self.steered_layers}
+        return {str(layer): RequestArray((self.config.hidden_size,)) for layer in self.steered_layers}
 
     @property
     def taps(self) -> tuple[str, ...]:
         """Names of the hidden states that passes return."""
-        return tuple(f"layers.{layer}.residual" for layer in self.tapped_layers)
+        return tuple(map(tap_name, self.tapped_layers))
 
     @cached_property
     def tables(self) -> GrammarTables:

@@ -35,6 +35,11 @@ class Steering:
             digest.update(f"{layer} {len(vector)} ".encode() + vector.tobytes())
         return digest.hexdigest()
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The vectors by the layers' numbers as strings, as programs take them."""
+        return {str(layer): vector for layer, vector in self.vectors.items()}
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Steering) and self.fingerprint == other.fingerprint
 

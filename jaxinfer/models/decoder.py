@@ -48,7 +48,7 @@ class Decoder:
         params: Params,
         experts_over: ExpertsOver | None,
         adapters: jax.Array | None = None,
-        added: Mapping[int, jax.Array] | None = None,
+        added: Mapping[str, jax.Array] | None = None,
     ):
         self.config, self._kinds = config, config.kinds
         self._params, self._over, self._adapters = params, experts_over, adapters
@@ -64,9 +64,9 @@ class Decoder:
         adapters = adapters if of is None else adapters[of]
         return Decoder(self.config, self._params, self._over, adapters, self.added)
 
-    def steered(self, added: Mapping[int, jax.Array] | None, of: jax.Array | np.ndarray | None = None) -> Decoder:
-        """The decoder that adds float32 vectors [T, D], or [D] for all rows, to the hidden states after the layers of
-        these numbers; with `of` int32 [T] the vectors [of]. Itself where `added` is None."""
+    def steered(self, added: Mapping[str, jax.Array] | None, of: jax.Array | np.ndarray | None = None) -> Decoder:
+        """The decoder that adds float32 vectors [T, D], or [D] for all rows, to the hidden states after layers, by
+        their numbers as strings; with `of` int32 [T] the vectors [of]. Itself where `added` is None."""
         if not added:
             return self
         added = added if of is None else {layer: vectors[of] for layer, vectors in added.items()}
@@ -98,8 +98,8 @@ class Decoder:
                 params = self._for_rows(layers.take(number, jax.tree.leaves(x)[-1]))
                 run = self._recomputed if recomputes else self._run_layer
                 x = run(number, params, x, shared, attend, own_tap)
-                if number in self.added:
-                    x = with_added(x, self.added[number])
+                if (vectors := self.added.get(str(number))) is not None:
+                    x = with_added(x, vectors)
             if tap is not None and (name := f"layers.{number}.residual") in tap:
                 x = summed(x)
                 tap(name, x)

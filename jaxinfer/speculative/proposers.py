@@ -86,7 +86,7 @@ class DraftRows(NamedTuple):
     history: SamplingState
     tables: GrammarTables | None = None
     adapters: jax.Array | None = None
-    steering: dict[int, jax.Array] | None = None
+    steering: dict[str, jax.Array] | None = None
 
 
 class Proposal(NamedTuple):

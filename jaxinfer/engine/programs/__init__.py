@@ -223,12 +223,15 @@ def hidden_states(
     kv_dtype: str,
     scales: KVScales | None = None,
     adapters: jax.Array | None = None,
+    steering: dict[str, jax.Array] | None = None,
 ) -> dict[str, jax.Array]:
     """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache, over the keys and values that one
-    of `kv_dtype` would give back. `adapters` int32 [T] where weights hold any."""
+    of `kv_dtype` would give back. `adapters` int32 [T] where weights hold any. `steering`: by layer, float32 [D] to add
+    to hidden states."""
     tapped, tap = collect(taps)
     positions = jnp.arange(tokens.shape[0])[None]
-    model.bind(weights).for_rows(adapters)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
+    decoder = model.bind(weights).for_rows(adapters).steered(steering)
+    decoder(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
     return {name: value[0] for name, value in tapped.items()}
 
 
@@ -251,17 +254,20 @@ def tapped_states(
     scales: KVScales | None = None,
     adapters: np.ndarray | None = None,
     shape: FixedShape | None = None,
+    steering: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs. `adapters`: int32
-    [len(tokens)] where weights hold any. `shape`: of a deterministic engine, for `uniform_states`."""
+    [len(tokens)] where weights hold any. `shape`: of a deterministic engine, for `uniform_states`, without `steering`,
+    which is as of `hidden_states`."""
     size = 32
     while size < len(tokens):
         size *= 2
     own, rows = None if adapters is None else jnp.asarray(padded(adapters, size)), jnp.asarray(padded(tokens, size))
-    if shape is not None:
+    if shape is not None and steering is None:
         tapped = uniform_states(model, weights, rows, taps, shape)
     else:
-        tapped = hidden_states(model, weights, rows, taps, kv_dtype, scales, own)
+        added = None if steering is None else jax.device_put(steering)
+        tapped = hidden_states(model, weights, rows, taps, kv_dtype, scales, own, added)
     return {name: np.asarray(value)[: len(tokens)] for name, value in tapped.items()}
 
 

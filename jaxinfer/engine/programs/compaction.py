@@ -36,7 +36,7 @@ class CompactionWork:
     before: jax.Array | None
     observed: jax.Array | None = None
     adapter: jax.Array | None = None
-    steering: dict[int, jax.Array] | None = None
+    steering: dict[str, jax.Array] | None = None
 
 
 def compaction_work(
@@ -48,7 +48,7 @@ def compaction_work(
     policy: CachePolicy,
     observed: Sequence[int] | None = None,
     adapter: int | None = None,
-    steering: dict[int, np.ndarray] | None = None,
+    steering: dict[str, np.ndarray] | None = None,
 ) -> CompactionWork:
     """The work as NumPy arrays, for the last `window` tokens of a prompt. `num_columns`: pages in a row of a page
     table. `adapter` and `steering` are None where `CompactionWork` has None."""

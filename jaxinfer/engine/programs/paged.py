@@ -5,7 +5,6 @@ retraces when values change. Slots are used from the first up, so a program of B
 arrays of all. What is donated is named in each docstring.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ from jaxinfer.engine.programs.work import (
 )
 from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.models import Decoder, collect
-from jaxinfer.request_arrays import RequestArray, default_rows
+from jaxinfer.request_arrays import RequestArrays, default_rows
 from jaxinfer.sampling import (
     SampleOutput,
     SamplingBatch,
@@ -66,7 +65,7 @@ def init_slots(
     vocab_size: int,
     draft_length: int | None = None,
     has_adapters: bool = False,
-    steering: Mapping[int, RequestArray] | None = None,
+    steering: RequestArrays | None = None,
 ) -> tuple[Slots, SamplingBatch]:
     """Empty slots, and sampling parameters that do nothing. `draft_length`: tokens of the longest sequence, in an
     engine that speculates. `has_adapters`: of a model whose weights hold adapters. `steering`: the vectors that

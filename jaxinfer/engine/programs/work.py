@@ -29,7 +29,7 @@ class Slots:
       draft: what drafting needs to know of each slot; None in an engine that never speculates.
       adapters: int32[S], the adapter of each slot's request; None for a model whose weights hold none. adapter_starts:
         int32[S], the position from which it changes the model.
-      steering: float32[S, D] by layer, what each slot's request adds to the hidden states after it, zeros for nothing;
+      steering: float32[S, D] by layer ("3"), what each slot's request adds to the hidden states after it, zeros for nothing;
         None in an engine without `steered_layers`.
     """
 
@@ -41,7 +41,7 @@ class Slots:
     draft: DraftSlots | None = None
     adapters: jax.Array | None = None
     adapter_starts: jax.Array | None = None
-    steering: dict[int, jax.Array] | None = None
+    steering: dict[str, jax.Array] | None = None
 
     def adapters_of(self, slot: jax.Array, positions: jax.Array) -> jax.Array | None:
         """int32[T], the adapters of rows of slots int32[T] at positions int32[T]; None where there are none."""
