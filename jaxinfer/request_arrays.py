@@ -81,8 +81,8 @@ RequestArrays = Mapping[str, RequestArray]
 def check_arrays(specs: RequestArrays, given: Mapping[str, Any] | None, of: str) -> dict[str, np.ndarray]:
     """The arrays that a request gives, checked and copied. `of` says who declares arrays, such as "processors".
 
-    Raises ValueError for a name that is not declared, with the nearest one, and as `RequestArray.checked`; TypeError for
-    what is no mapping.
+    Raises ValueError for a name that is not declared, with the nearest one, and as `RequestArray.checked`; TypeError
+    for what is no mapping.
     """
     if given is None:
         return {}

@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -192,13 +192,33 @@ def adapters_of_each(adapter: Any, count: int, what: str = "prompts") -> list[st
     return _of_each(list(adapter), count, "adapters", what)
 
 
+def options_of_each(
+    count: int, priority: Any, adapter: Any, steering: Any, timeout: float | None, salt: str, tapped: Sequence[int]
+) -> list[RequestOptions]:
+    """The options of each of `count` prompts, from one priority, adapter and steering for all or one for each."""
+    each = priorities_of_each(priority, count), adapters_of_each(adapter, count), steering_of_each(steering, count)
+    return [RequestOptions(rank, timeout, salt, name, added, tapped) for rank, name, added in zip(*each, strict=True)]
+
+
+def with_steering(options: LLMOptions, has_hosts: bool) -> tuple[LLMOptions, Steering | None]:
+    """The options with the layers of their vectors among the steered ones, and these vectors. Raises ValueError for
+    steered and tapped layers on several hosts."""
+    steering = None if options.steering is None else Steering(options.steering)
+    if steering is not None:
+        options = replace(options, steered_layers=tuple({*options.steered_layers, *steering.vectors}))
+    if has_hosts and (options.steered_layers or options.tapped_layers):
+        raise ValueError("steered_layers and tapped_layers are for one process, not for several hosts")
+    return options, steering
+
+
 def steering_of_each(steering: Any, count: int) -> list[Steering | None]:
     """The added vectors of each of `count` prompts, from those for all or those for each."""
+    for_all: Any = steering
     if steering is None or isinstance(steering, Steering):
-        return [steering] * count
+        return [for_all] * count
     if isinstance(steering, str) or not isinstance(steering, Sequence):
-        return [Steering(steering)] * count
-    each = [one if one is None or isinstance(one, Steering) else Steering(one) for one in steering]
+        return [Steering(for_all)] * count
+    each = [own if own is None or isinstance(own, Steering) else Steering(own) for own in steering]
     return _of_each(each, count, "mappings of steering")
 
 

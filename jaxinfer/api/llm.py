@@ -24,12 +24,12 @@ from jaxinfer.api.arguments import (
     as_prompts,
     checked_options,
     each_request,
+    options_of_each,
     params_of_each,
-    priorities_of_each,
-    steering_of_each,
     takes_options,
     takes_other_names,
     unknown_attribute,
+    with_steering,
 )
 from jaxinfer.api.coordinate import Fingerprints
 from jaxinfer.api.embedding import Embedder, best_first
@@ -61,7 +61,6 @@ from jaxinfer.engine.request import (
 )
 from jaxinfer.engine.results import VectorJob, score_of
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.files import Closable
 from jaxinfer.loading import (
@@ -181,12 +180,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         check_adapters(chosen, loaded.fit, self._hosts is not None)
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
-        self.steering = None if chosen.steering is None else Steering(chosen.steering)
-        if self.steering is not None:
-            layers = {*chosen.steered_layers, *self.steering.vectors}
-            chosen = replace(chosen, steered_layers=tuple(layers))
-        if self._hosts is not None and (chosen.steered_layers or chosen.tapped_layers):
-            raise ValueError("steered_layers and tapped_layers are for one process, and this model runs on several hosts")
+        chosen, self.steering = with_steering(chosen, self._hosts is not None)
         engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len, adapters=None))
         engine.spec.check_steering(self.steering)
         self._adapters = AdapterRegistry(engine, params, (self.name, Path(self.name).name))
@@ -260,11 +254,10 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
           timeout: seconds after which what is not done ends with finish_reason "abort".
           cache_salt: requests of different salts share no cached prefix.
           adapter: the name of a loaded adapter for all prompts, or one for each; None for the model without one.
-          steering: for all prompts, or one for each, vectors [D] by the number of a layer, one of `steered_layers`,
-            after which they are added to the hidden states of prompt and answer; None for none.
-          tapped_layers: layers, of those that the LLM was made with, after which the hidden states of all answers'
-            tokens are returned as they were computed (`CompletionOutput.hidden_states`). Such prompts are computed
-            whole, cached or not.
+          steering: for all prompts or for each, vectors [D] by the number of one of the `steered_layers`, added to the
+            hidden states of prompt and answer after it; None for none.
+          tapped_layers: those of the LLM's after which hidden states are returned, as they were computed for the
+            answers (`CompletionOutput.hidden_states`). Such prompts are computed whole, cached or not.
 
         Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
         with its number; nothing is generated then.
@@ -276,12 +269,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         if taps and (policy := self.engine.spec.policy).drops:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
-        count = len(prompts)
-        priorities, adapters = priorities_of_each(priority, count), adapters_of_each(adapter, count)
-        options = [
-            RequestOptions(rank, timeout, cache_salt, name, added, tapped_layers)
-            for rank, name, added in zip(priorities, adapters, steering_of_each(steering, count), strict=True)
-        ]
+        options = options_of_each(len(prompts), priority, adapter, steering, timeout, cache_salt, tapped_layers)
         requests = [
             self.prepare(prompt, sampling, own, what=f"prompt {number}")
             for number, (prompt, sampling, own) in enumerate(zip(prompts, per_prompt, options, strict=True))
@@ -294,9 +282,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
                     taps=self.engine.hidden_states(
                         [*output.prompt_token_ids, *output.outputs[0].token_ids],
                         taps,
-                        request.adapter,
-                        request.adapter_start,
-                        request.steering,
+                        *(request.adapter, request.adapter_start, request.steering),
                     ),
                 )
                 for output, request in zip(outputs, requests, strict=True)
@@ -322,8 +308,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
         an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` and
-        `steering` are as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that
-        cannot be served.
+        `steering` are as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for
+        tools that cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}

@@ -241,8 +241,8 @@ class Engine:
 
     def _commit(self, flight: Flight) -> list[SequenceState]:
         """Reads a dispatch's results: appends tokens, ends sequences, lets others use pages that are known."""
-        wanted = {"with_samples": self._num_with_logprobs > 0, "with_states": self._num_tapped > 0}
-        flight_results = self.runner.read(flight, **wanted)
+        flight_results = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
+        states = results.states_of_slots(flight) if self._num_tapped else {}
         if self.prefix_store is not None:
             self.prefix_store.collect()
         if self.on_read is not None:
@@ -256,7 +256,7 @@ class Engine:
                 continue
             if tokens[0] != INVALID_LOGITS:
                 if sequence.request.options.tapped_layers:
-                    results.take_states(sequence, chunk.start, flight_results.states[slot])
+                    results.take_states(sequence, chunk.start, states[slot])
                 self.scheduler.confirm(sequence, chunk.start + chunk.length)
                 if not chunk.is_last:
                     continue
@@ -268,10 +268,11 @@ class Engine:
             progressed.append(sequence)
         for slot, sequence in flight.decodes:
             if not sequence.is_finished:
+                tokens = flight_results.tokens[slot]
                 if sequence.request.options.tapped_layers:
-                    num_made = sum(token >= 0 for token in flight_results.tokens[slot])
-                    results.take_states(sequence, len(sequence.tokens) - 1, flight_results.states[slot], num_made)
-                self._append(sequence, slot, flight_results.tokens[slot], flight_results.samples)
+                    num_made = sum(token >= 0 for token in tokens)
+                    results.take_states(sequence, len(sequence.tokens) - 1, states[slot], num_made)
+                self._append(sequence, slot, tokens, flight_results.samples)
                 progressed.append(sequence)
         for feature in self._features:
             feature.committed(flight)

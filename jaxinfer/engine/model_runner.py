@@ -75,18 +75,6 @@ class Flight:
     scores: PendingScores | None = None
     states: dict[str, jax.Array] = field(default_factory=dict)
 
-    def states_of_slots(self) -> dict[int, dict[str, np.ndarray]]:
-        """Tapped hidden states [tokens, D] by slot and name: of a chunk's tokens, or of the tokens that a slot stored,
-        one a step. Waits for them."""
-        if not self.chunks:
-            steps = jax.device_get(self.output.states)
-            return {slot: {name: rows[:, slot] for name, rows in steps.items()} for slot, _ in self.decodes}
-        rows, row = jax.device_get(self.states), len(self.decodes)
-        places = {slot: slice(number, number + 1) for number, (slot, _) in enumerate(self.decodes)}
-        for slot, chunk in self.chunks:
-            places[slot], row = slice(row, row + chunk.length), row + chunk.length
-        return {slot: {name: of_rows[place] for name, of_rows in rows.items()} for slot, place in places.items()}
-
 
 @dataclass(frozen=True)
 class FlightResults:
@@ -96,7 +84,6 @@ class FlightResults:
       tokens: by slot, one a step; INVALID_LOGITS and NO_TOKEN stand after the last one.
       samples: for log-probabilities, leaves [steps, slots, ...]; None if no request has any.
       proposed, accepted: drafted and accepted tokens of each slot's rounds, -1 where it took no part.
-      states: `Flight.states_of_slots`; {} if no request asks for any.
       seconds: from when the dispatch began to when it was read. It began when it was sent, or when the one before it
         had ended.
     """
@@ -106,7 +93,6 @@ class FlightResults:
     proposed: np.ndarray | None
     accepted: np.ndarray | None
     seconds: float
-    states: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -262,7 +248,7 @@ class ModelRunner:
         num_rows = max(num_slots * (drafter.rows_per_slot or drafter.tree.num_nodes), drafter.min_rows)
         return sent(output=output, num_rows=num_rows, counts=counts)
 
-    def read(self, flight: Flight, *, with_samples: bool, with_states: bool = False) -> FlightResults:
+    def read(self, flight: Flight, *, with_samples: bool) -> FlightResults:
         """Waits for a dispatch and reads its results; scores of prompts are delivered to their sequences."""
         tokens = jax.device_get(flight.output.tokens).T.tolist()
         now = time.perf_counter()
@@ -273,8 +259,7 @@ class ModelRunner:
         proposed = accepted = None
         if flight.counts is not None:
             proposed, accepted = jax.device_get((flight.counts.proposed, flight.counts.accepted))
-        states = flight.states_of_slots() if with_states else {}
-        return FlightResults(tokens, samples, proposed, accepted, seconds, states)
+        return FlightResults(tokens, samples, proposed, accepted, seconds)
 
     def stop_scoring(self, sequence: SequenceState) -> None:
         """Drops what scoring keeps of a sequence."""
@@ -289,8 +274,8 @@ class ModelRunner:
         steering: Steering | None = None,
     ) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache; of a deterministic
-        engine with the bits of its passes, unless `refusal` has a reason or vectors are added (`steering`). `adapter`: the
-        number of the one that changes the model from position `start` on."""
+        engine with the bits of its passes, unless `refusal` has a reason or vectors are added (`steering`). `adapter`:
+        the number of the one that changes the model from position `start` on."""
         stored, own = (self.spec.kv_dtype, self.kv_scales), None
         if self.spec.has_adapters:
             own = np.full(len(tokens), adapter, np.int32)

@@ -411,7 +411,9 @@ class EngineOptions(SpeculationOptions):
 
     def _check_layers(self, name: str) -> None:
         given = getattr(self, name)
-        layers: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (None,)
+        layers: tuple[Any, ...] = (
+            tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (None,)
+        )
         if not all(map(_is_count, layers)) or len(set(layers)) < len(layers):
             raise ValueError(f"{name} must be different numbers of layers, such as (3, 7), got {given!r:.60}")
         object.__setattr__(self, name, tuple(sorted(layers)))

@@ -215,7 +215,11 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """True if all of the prompt is computed, cached or not: its hidden states are needed, which no page has."""
-        return self.scores_prompt or bool(self.options.tapped_layers) or (self.pooling is not None and self.pooling.kind != "last")
+        return (
+            self.scores_prompt
+            or bool(self.options.tapped_layers)
+            or (self.pooling is not None and self.pooling.kind != "last")
+        )
 
     @cached_property
     def ending_ids(self) -> frozenset[int]:

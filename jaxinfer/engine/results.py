@@ -1,10 +1,12 @@
 """From what a program sampled to the results in a `SequenceState`; mirrors on the host what the program decided."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from jaxinfer.engine.plans import Chunk
 from jaxinfer.engine.request import (
     Logprob,
     Request,
@@ -61,9 +63,34 @@ def take_logprobs(sequence: SequenceState, samples: SampleOutput, index: tuple[i
         sequence.logprobs.append(logprob_entry(samples, index, sequence.tokens[-1], wanted))
 
 
-def take_states(
-    sequence: SequenceState, start: int, states: dict[str, np.ndarray], count: int | None = None
-) -> None:
+class TappedFlight(Protocol):
+    """The part of a dispatch that has hidden states: those of a step with prompts [rows, D], whose decoding slots come
+    first, or those of `StepOutput`."""
+
+    @property
+    def chunks(self) -> Sequence[tuple[int, Chunk]]: ...
+    @property
+    def decodes(self) -> Sequence[tuple[int, SequenceState]]: ...
+    @property
+    def states(self) -> Mapping[str, Any]: ...
+    @property
+    def output(self) -> Any: ...
+
+
+def states_of_slots(flight: TappedFlight) -> dict[int, dict[str, np.ndarray]]:
+    """Tapped hidden states [tokens, D] by slot and name: of a chunk's tokens, or of the tokens that a slot stored, one
+    a step. Waits for them."""
+    if not flight.chunks:
+        steps = {name: np.asarray(of_steps) for name, of_steps in flight.output.states.items()}
+        return {slot: {name: rows[:, slot] for name, rows in steps.items()} for slot, _ in flight.decodes}
+    rows, row = {name: np.asarray(of_rows) for name, of_rows in flight.states.items()}, len(flight.decodes)
+    places = {slot: slice(number, number + 1) for number, (slot, _) in enumerate(flight.decodes)}
+    for slot, chunk in flight.chunks:
+        places[slot], row = slice(row, row + chunk.length), row + chunk.length
+    return {slot: {name: of_rows[place] for name, of_rows in rows.items()} for slot, place in places.items()}
+
+
+def take_states(sequence: SequenceState, start: int, states: dict[str, np.ndarray], count: int | None = None) -> None:
     """The first `count` hidden states [tokens, D], or all, by names of taps: of the tokens from position `start` on."""
     for layer in sequence.request.options.tapped_layers:
         own = states[tap_name(layer)][:count]

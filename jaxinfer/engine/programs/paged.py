@@ -141,7 +141,8 @@ def step(
 
     Returns the cache, the logits float32 [B, V] of each slot's last row, for `sample_step`, the final hidden states
     [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step, the observer's
-    cache, and the model's tapped states, float32 [T, D] by name. `is_uniform` gives every token the same arithmetic, whether it comes with its prompt's other tokens or alone.
+    cache, and the model's tapped states, float32 [T, D] by name. `is_uniform` gives every token the same arithmetic,
+    whether it comes with its prompt's other tokens or alone.
     """
     slots = take_rows(slots, work.page_tables[0].shape[0])
     caches = cache, own

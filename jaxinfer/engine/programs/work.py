@@ -29,8 +29,8 @@ class Slots:
       draft: what drafting needs to know of each slot; None in an engine that never speculates.
       adapters: int32[S], the adapter of each slot's request; None for a model whose weights hold none. adapter_starts:
         int32[S], the position from which it changes the model.
-      steering: float32[S, D] by layer ("3"), what each slot's request adds to the hidden states after it, zeros for nothing;
-        None in an engine without `steered_layers`.
+      steering: float32[S, D] by layer ("3"), what each slot's request adds to the hidden states after it, zeros for
+        nothing; None in an engine without `steered_layers`.
     """
 
     tokens: jax.Array
