@@ -28,7 +28,7 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
-from jaxinfer.engine.results import VectorJob
+from jaxinfer.engine.results import RequestJob, VectorJob
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel
 from jaxinfer.models import Params
@@ -225,7 +225,7 @@ class AsyncEngine:
         job = await asyncio.to_thread(make)
         return job.result(await self.run_job(job))
 
-    async def run_job(self, job: VectorJob) -> list[RequestOutput]:
+    async def run_job(self, job: RequestJob) -> list[RequestOutput]:
         """The outputs of a job's requests, of which twice max_seqs at most wait or run at once."""
         room = asyncio.Semaphore(2 * self.llm.engine.spec.max_seqs)
 

@@ -186,10 +186,21 @@ def timings(answers: Sequence[SequenceState]) -> RequestTimings:
 
 
 @dataclass(frozen=True)
-class VectorJob:
-    """Requests whose answers are vectors, and what makes the result of the vectors, given in the requests' order."""
+class RequestJob:
+    """Requests that run together, in their order."""
 
     requests: list[Request]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompts."""
+        return sum(request.num_prompt for request in self.requests)
+
+
+@dataclass(frozen=True)
+class VectorJob(RequestJob):
+    """Requests whose answers are vectors, and what makes the result of the vectors, given in the requests' order."""
+
     finish: Callable[[Sequence[np.ndarray]], np.ndarray]
 
     def result(self, outputs: Sequence[RequestOutput]) -> np.ndarray:
@@ -200,7 +211,3 @@ class VectorJob:
                 raise FloatingPointError(output.outputs[0].error or "the vector was not computed")
             vectors.append(output.pooled)
         return self.finish(vectors)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(request.num_prompt for request in self.requests)
