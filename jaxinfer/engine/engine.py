@@ -255,7 +255,7 @@ class Engine:
             if sequence.is_finished:
                 continue
             if tokens[0] != INVALID_LOGITS:
-                if sequence.request.options.tapped_layers:
+                if states and sequence.request.options.tapped_layers:
                     results.take_states(sequence, chunk.start, states[slot])
                 self.scheduler.confirm(sequence, chunk.start + chunk.length)
                 if not chunk.is_last:
@@ -269,7 +269,7 @@ class Engine:
         for slot, sequence in flight.decodes:
             if not sequence.is_finished:
                 tokens = flight_results.tokens[slot]
-                if sequence.request.options.tapped_layers:
+                if states and sequence.request.options.tapped_layers:
                     num_made = sum(token >= 0 for token in tokens)
                     results.take_states(sequence, len(sequence.tokens) - 1, states[slot], num_made)
                 self._append(sequence, slot, tokens, flight_results.samples)

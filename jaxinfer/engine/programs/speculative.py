@@ -195,7 +195,8 @@ class _Round:
             adapter_starts=slots.adapter_starts,
             steering=slots.steering,
         )
-        outputs = _with_states(outputs, self.model, taps, nodes.at(state.path), num_tokens, state.num_tokens)
+        if self.model.taps:
+            outputs = _with_states(outputs, self.model, taps, nodes.at(state.path), num_tokens, state.num_tokens)
         # Where an answer ended with an accepted draft token, the target did not judge those after it.
         is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
         proposed = jnp.where(is_cut, state.num_accepted, proposal.num_nodes - 1)
@@ -317,8 +318,6 @@ def _with_states(
 ) -> StepOutput:
     """Adds the tapped states [T, D] of the first `num_kept` int32[S] tokens of the accepted path: those of the rows
     int32[S, D + 1] of the pass."""
-    if not model.taps:
-        return outputs
     slot, steps = jnp.arange(path.shape[0])[:, None], jnp.arange(path.shape[1])
     rows = jnp.where(steps < num_kept[:, None], num_before[:, None] + steps, outputs.tokens.shape[0])
     states = {
