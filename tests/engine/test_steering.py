@@ -187,6 +187,18 @@ def test_pages_are_of_equal_vectors(model):
         assert reused(llm, first, cache_salt="other") == (fresh[1][0], 0)
 
 
+@pytest.mark.slow
+def test_pages_of_files_are_of_equal_vectors(model, tmp_path):
+    options = {**OPTIONS, "host_cache_gib": 0.01, "prefix_store": str(tmp_path), "steered_layers": (0, 1)}
+    with LLM(model, **options) as llm:
+        expected = reused(llm, STEERING[0])[0]
+    for steering, is_there in ((STEERING[2], False), (None, False), (STEERING[0], True)):
+        with LLM(model, **options) as llm:
+            tokens, count = reused(llm, steering)
+            assert (count > 0, llm.engine.scheduler.counters.disk_read_tokens > 0) == (is_there, is_there)
+            assert (tokens == expected) == is_there
+
+
 def test_without_the_salt_pages_are_wrong(model, monkeypatch):
     """The check of equal vectors notices pages that were made with others."""
     monkeypatch.setattr(requests.SequenceState, "salt", property(lambda self: self.request.options.cache_salt))
@@ -204,6 +216,7 @@ def test_vectors_of_all_requests(model):
     both = {0: base[0] + own[0], 1: own[1]}
     with LLM(model, steering=base, steered_layers=[1], **OPTIONS) as llm:
         assert llm.engine.spec.steered_layers == (0, 1)
+        assert "steered layers" in str(llm.explain())
         check(model, llm.generate(LONG, GREEDY)[0], base)
         output = llm.generate(LONG, GREEDY, steering=own)[0]
         check(model, output, both)
