@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -13,6 +13,7 @@ import numpy as np
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions
+from jaxinfer.engine.steering import Steering
 from jaxinfer.loading import LiveModel
 from jaxinfer.option_names import NAMES, find, translated
 from jaxinfer.sampling import SamplingParams
@@ -201,6 +202,46 @@ def arrays_of_each(arrays: Any, count: int) -> list[Mapping[str, Any] | None]:
         told = 'arrays must be a mapping such as {"name": array}, or one for each prompt'
         raise TypeError(f"{told}, got {_shown(arrays)}")
     return _of_each(list(arrays), count, "mappings of arrays")
+
+
+def options_of_each(
+    count: int, *, priority: Any, adapter: Any, arrays: Any, steering: Any, **for_all: Any
+) -> list[RequestOptions]:
+    """The options of each of `count` prompts, from one priority, adapter, arrays and steering for all or one for
+    each, and what is for all of them."""
+    each = zip(
+        priorities_of_each(priority, count),
+        adapters_of_each(adapter, count),
+        arrays_of_each(arrays, count),
+        steering_of_each(steering, count),
+        strict=True,
+    )
+    return [
+        RequestOptions(priority=rank, adapter=name, arrays=given, steering=added, **for_all)
+        for rank, name, given, added in each
+    ]
+
+
+def with_steering(options: LLMOptions, has_hosts: bool) -> tuple[LLMOptions, Steering | None]:
+    """The options with the layers of their vectors among the steered ones, and these vectors. Raises ValueError for
+    steered and tapped layers on several hosts."""
+    steering = None if options.steering is None else Steering(options.steering)
+    if steering is not None:
+        options = replace(options, steered_layers=tuple({*options.steered_layers, *steering.vectors}))
+    if has_hosts and (options.steered_layers or options.tapped_layers):
+        raise ValueError("steered_layers and tapped_layers are for one process, not for several hosts")
+    return options, steering
+
+
+def steering_of_each(steering: Any, count: int) -> list[Steering | None]:
+    """The added vectors of each of `count` prompts, from those for all or those for each."""
+    for_all: Any = steering
+    if steering is None or isinstance(steering, Steering):
+        return [for_all] * count
+    if isinstance(steering, str) or not isinstance(steering, Sequence):
+        return [Steering(for_all)] * count
+    each = [own if own is None or isinstance(own, Steering) else Steering(own) for own in steering]
+    return _of_each(each, count, "mappings of steering")
 
 
 def _of_each(values: list[Any], count: int, name: str, what: str = "prompts") -> list[Any]:

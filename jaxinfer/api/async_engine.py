@@ -28,7 +28,7 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
-from jaxinfer.engine.results import VectorJob
+from jaxinfer.engine.results import RequestJob, VectorJob
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel
 from jaxinfer.models import Params
@@ -87,9 +87,10 @@ class AsyncEngine:
         cache_salt: str = "",
         adapter: str | None = None,
         arrays: Mapping[str, Any] | None = None,
+        steering: Mapping[int, Any] | None = None,
     ) -> AsyncIterator[StreamDelta]:
         """Yields what is added to the request's answers; the last delta has the whole output. `adapter` is the name of
-        a loaded one, `arrays` are those of processors.
+        a loaded one, `arrays` are those of processors, `steering` as of `LLM.generate`.
 
         A slow reader gets several tokens in one delta; the request of a reader that is 1 MiB behind is aborted. Leaving
         the loop early, or cancelling the task, aborts the request and frees what it holds.
@@ -97,7 +98,8 @@ class AsyncEngine:
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
         """
-        request = await self.prepare(prompt, params, RequestOptions(priority, timeout, cache_salt, adapter, arrays))
+        options = RequestOptions(priority, timeout, cache_salt, adapter, arrays, steering)
+        request = await self.prepare(prompt, params, options)
         reader = self._start(request)
         try:
             while not reader.is_done:
@@ -225,7 +227,7 @@ class AsyncEngine:
         job = await asyncio.to_thread(make)
         return job.result(await self.run_job(job))
 
-    async def run_job(self, job: VectorJob) -> list[RequestOutput]:
+    async def run_job(self, job: RequestJob) -> list[RequestOutput]:
         """The outputs of a job's requests, of which twice max_seqs at most wait or run at once."""
         room = asyncio.Semaphore(2 * self.llm.engine.spec.max_seqs)
 

@@ -15,7 +15,6 @@ from jaxinfer import compilation_cache, parallel
 from jaxinfer.api.adapters import check_adapters, with_room
 from jaxinfer.api.arguments import (
     adapters_of_each,
-    arrays_of_each,
     as_conversations,
     as_count,
     as_names,
@@ -25,11 +24,12 @@ from jaxinfer.api.arguments import (
     as_prompts,
     checked_options,
     each_request,
+    options_of_each,
     params_of_each,
-    priorities_of_each,
     takes_options,
     takes_other_names,
     unknown_attribute,
+    with_steering,
 )
 from jaxinfer.api.coordinate import Fingerprints
 from jaxinfer.api.embedding import Embedder, best_first
@@ -187,7 +187,9 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
             raise ValueError("processors are for one process, and this model runs on several hosts")
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
+        chosen, self.steering = with_steering(chosen, self._hosts is not None)
         engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len, adapters=None))
+        engine.spec.check_steering(self.steering)
         self._adapters = AdapterRegistry(engine, params, (self.name, Path(self.name).name))
         self.client = Client(
             engine,
@@ -199,6 +201,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
             has_head=loaded.has_head,
             system=loaded.system,
             adapters=self._adapters,
+            steering=self.steering,
         )
         for name, (adapter, folder, tokenizer) in given.items():
             self._adapters.load(name, adapter, source=folder, tokenizer=tokenizer)
@@ -245,6 +248,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         cache_salt: str = "",
         adapter: str | Sequence[str | None] | None = None,
         arrays: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        steering: Mapping[int, Any] | Sequence[Mapping[int, Any] | None] | None = None,
+        tapped_layers: Sequence[int] = (),
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
@@ -258,6 +263,10 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
           cache_salt: requests of different salts share no cached prefix.
           adapter: the name of a loaded adapter for all prompts, or one for each; None for the model without one.
           arrays: by name, those that the `processors` declare, for all prompts, or a mapping for each.
+          steering: for all prompts or for each, vectors [D] by the number of one of the `steered_layers`, added to the
+            hidden states of prompt and answer after it; None for none.
+          tapped_layers: those of the LLM's after which hidden states are returned, as they were computed for the
+            answers (`CompletionOutput.hidden_states`). Such prompts are computed whole, cached or not.
 
         Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
         with its number; nothing is generated then.
@@ -269,10 +278,9 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         if taps and (policy := self.engine.spec.policy).drops:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
-        count = len(prompts)
-        own = priorities_of_each(priority, count), adapters_of_each(adapter, count), arrays_of_each(arrays, count)
-        each = zip(*own, strict=True)
-        options = [RequestOptions(rank, timeout, cache_salt, name, given) for rank, name, given in each]
+        wanted = {"timeout": timeout, "cache_salt": cache_salt, "tapped_layers": tapped_layers}
+        own = {"priority": priority, "adapter": adapter, "arrays": arrays, "steering": steering}
+        options = options_of_each(len(prompts), **own, **wanted)
         requests = [
             self.prepare(prompt, sampling, own, what=f"prompt {number}")
             for number, (prompt, sampling, own) in enumerate(zip(prompts, per_prompt, options, strict=True))
@@ -285,8 +293,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
                     taps=self.engine.hidden_states(
                         [*output.prompt_token_ids, *output.outputs[0].token_ids],
                         taps,
-                        request.adapter,
-                        request.adapter_start,
+                        *(request.adapter, request.adapter_start, request.steering),
                     ),
                 )
                 for output, request in zip(outputs, requests, strict=True)
@@ -305,6 +312,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         parallel_tool_calls: bool | None = None,
         adapter: str | Sequence[str | None] | None = None,
         arrays: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        steering: Mapping[int, Any] | Sequence[Mapping[int, Any] | None] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
@@ -312,7 +320,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
         an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` and
-        `arrays` are as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for
+        `arrays` and `steering` are as of `generate`. Raises TypeError for what is no conversation, ValueError as
+        `generate`, and for
         tools that cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
@@ -331,6 +340,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
             use_tqdm=use_tqdm,
             adapter=adapter,
             arrays=arrays,
+            steering=steering,
         )
         return [request.read(output, answers) for output, request in zip(outputs, requests, strict=True)]
 
@@ -360,10 +370,11 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         *,
         adapter: str | None = None,
         arrays: Mapping[str, Any] | None = None,
+        steering: Mapping[int, Any] | None = None,
     ) -> Iterator[StreamDelta]:
-        """Yields text as it is generated, by the adapter of that name if one is given, with arrays for processors.
-        Leaving the loop early ends the request and frees its slot."""
-        options = RequestOptions(adapter=adapter, arrays=arrays)
+        """Yields text as it is generated, by the adapter of that name if one is given, with `arrays` and `steering` as
+        of `generate`. Leaving the loop early ends the request and frees its slot."""
+        options = RequestOptions(adapter=adapter, arrays=arrays, steering=steering)
         if self._lockstep is not None:
             return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params, options)))
         return self.client.stream(self.prepare(prompt, params, options))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxinfer.engine.options import ADAPTERS, SPECULATION, EngineOptions
 from jaxinfer.options import describe, option
@@ -156,6 +156,11 @@ class LLMOptions(EngineOptions):
         "N",
         parse=parse_offload,
         group=MODEL,
+    )
+    steering: "Mapping[int, Any] | None" = option(
+        None,
+        "Vectors that are added to the hidden states of all requests, by the number of the layer after which they are "
+        "added (docs/guides/own_code.md). A request may add its own too.",
     )
     kv_scales: "KVScales | None" = option(
         None, "Static scales of an fp8 cache; by default the checkpoint's, if it has some."

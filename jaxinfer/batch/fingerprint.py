@@ -29,6 +29,8 @@ def model_fingerprint(llm: Any, params: Any) -> str:
     engine, fit = llm.engine, llm.fit
     config = llm.config if fit is None else fit.own_config(llm.config)
     digest.update(repr((config, sorted(llm.eos_token_ids), llm.max_model_len)).encode())
+    if llm.steering is not None:
+        digest.update(f"steering={llm.steering.fingerprint}".encode())
     for part in _of_engine(engine, fit):
         digest.update(part)
     samples: list[_Sample] = []

@@ -5,8 +5,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.command import UsageError, say
-from jaxinfer.cli.options import ChatServingOptions, llm_arguments
+from jaxinfer.cli.options import ChatServingOptions, given, llm_arguments
 from jaxinfer.extras import install_hint
 from jaxinfer.options import argument
 from jaxinfer.server.options import ServerOptions
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.server.service import Service
 
 
+@given(LLMOptions, ("tapped_layers",))
 @dataclass(frozen=True, kw_only=True)
 class ServeModelOptions(ChatServingOptions):
     """Serving options; the model is given by position."""
@@ -67,6 +69,10 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
             served = f"{service.default.name}, system_fingerprint {service.default.fingerprint}"
         say(f"ready: {served}{page}")
 
+    if options.hidden_states != bool(arguments.get("tapped_layers")):
+        raise UsageError(
+            "--hidden-states and --tapped-layers need each other: a route, and the layers that it may answer"
+        )
     for adapter in arguments.get("adapters", ()):
         check_adapter_name(adapter, (*first, name))
     if model and not (options.models or options.allow_any):

@@ -19,6 +19,7 @@ from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import laid_out, layouts
 from jaxinfer.quantization.side_by_side import join, separate
 from jaxinfer.quantization.tree import is_quantized
+from jaxinfer.request_arrays import RequestArrays
 from jaxinfer.sampling import BoundProcessors, SamplingBatch
 
 
@@ -29,9 +30,10 @@ def abstract_slots(
     draft_length: int | None = None,
     has_adapters: bool = False,
     processors: BoundProcessors | None = None,
+    steering: RequestArrays | None = None,
 ) -> tuple[Slots, SamplingBatch]:
-    """Slots and sampling parameters; the last three as in `init_slots`."""
-    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length, has_adapters, processors))
+    """Slots and sampling parameters; the other arguments are as of `init_slots`."""
+    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length, has_adapters, processors, steering))
     return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
 
 

@@ -27,8 +27,9 @@ from jaxinfer.engine.request import (
     StreamDelta,
     TokenLogprob,
 )
-from jaxinfer.engine.results import pooled_of, timings
+from jaxinfer.engine.results import pooled_of, states_of, timings
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
+from jaxinfer.engine.steering import Steering
 from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
 from jaxinfer.grammar.gate import Gate
 from jaxinfer.grammar.structured import StructuredOutputs
@@ -51,7 +52,7 @@ class Client(TakesPrompts):
     Args:
       name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only. has_head: False
         for a model that makes vectors only. system: for conversations without a system message. adapters: that requests
-        can name.
+        can name. steering: that every request has, beside its own.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class Client(TakesPrompts):
         has_head: bool = True,
         system: str | None = None,
         adapters: AdapterRegistry | None = None,
+        steering: Steering | None = None,
     ):
         derive_seed(seed)  # checks its range
         self._engine: AnyEngine | None = engine
-        self.has_head, self.adapters = has_head, adapters
+        self.has_head, self.adapters, self._steering = has_head, adapters, steering
         self.name, self.config, self.tokenizer, self.system = name, config, tokenizer, system
         self.vocab_size, self.max_model_len = config.vocab_size, engine.spec.max_model_len
         self.eos_token_ids, self.seed = eos_token_ids, seed
@@ -141,6 +143,7 @@ class Client(TakesPrompts):
             grammar=grammar,
             gate=gate,
             **_adapter(options, ids),
+            steering=self._steering_of(options, what),
             options=options,
             deadline=_deadline(options),
             arrays=arrays,
@@ -159,6 +162,19 @@ class Client(TakesPrompts):
         """The ids that end answers: the model's, and that of an adapter's tokenizer."""
         own = None if prompts.tokenizer in (None, self.tokenizer) else prompts.tokenizer.eos_token_id
         return self.eos_token_ids if own is None else tuple(sorted({*self.eos_token_ids, own}))
+
+    def _steering_of(self, options: RequestOptions, what: str) -> Steering | None:
+        """The vectors that a request adds: its own beside those of all requests. Raises ValueError for layers that were
+        not declared, of steering and of taps, and for vectors of other lengths than hidden states."""
+        own = options.steering
+        try:
+            self.engine.spec.check_taps(options.tapped_layers)
+            if not isinstance(own, Steering):
+                return self._steering
+            self.engine.spec.check_steering(own)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+        return own + self._steering
 
     def _with_adapter(self, options: RequestOptions, what: str) -> RequestOptions:
         """The options with the adapter itself in place of its name. Raises ValueError for one that cannot be served."""
@@ -242,7 +258,7 @@ class Client(TakesPrompts):
         bad_words = self._check_params(params, prompts)
         prompt_ids = ids if continuation is None else ids[:start]
         fields: dict[str, Any] = {**_adapter(options, prompt_ids), "options": options}
-        fields |= {"bad_words": bad_words, "score_from": start}
+        fields |= {"bad_words": bad_words, "score_from": start, "steering": self._steering_of(options, what)}
         return Request(ids, params, 1, 0, eos_token_ids=self._eos_of(prompts), **fields)
 
     def prepare_pooled(
@@ -255,6 +271,7 @@ class Client(TakesPrompts):
         self._check_fits(what, len(token_ids), 0)
         options = self._with_adapter(options, what)
         fields: dict[str, Any] = {**_adapter(options, token_ids), "options": options}
+        fields["steering"] = self._steering_of(options, what)
         return Request(list(token_ids), params, 1, 0, pooling=pooling, deadline=_deadline(options), **fields)
 
     def _check_params(self, params: SamplingParams, prompts: TakesPrompts) -> tuple[tuple[int, ...], ...]:
@@ -478,6 +495,7 @@ class Client(TakesPrompts):
             logprobs=logprobs,
             speculation=answer.speculation,
             weights=tuple(answer.weights),
+            hidden_states=states_of(answer),
         )
 
     def _tokenizer_of(self, request: Request) -> Tokenizer | None:

@@ -27,6 +27,7 @@ from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.speculation import Speculation
+from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.tiers.prefix_store import PrefixStore
 from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
@@ -81,7 +82,7 @@ class Engine:
         self._planner = self.speculation or self.scheduler
         self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler, base)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
-        self._num_with_logprobs = self._num_with_grammars = 0  # of the unfinished ones
+        self._num_with_logprobs = self._num_with_grammars = self._num_tapped = 0  # of the unfinished ones
         self._in_flight: deque[Flight] = deque()
         self._rests_with: set[SequenceState] = set()  # that run on with other weights
         self._deadlines = Deadlines()
@@ -116,9 +117,12 @@ class Engine:
     def add(self, sequence: SequenceState) -> None:
         """Queues a sequence, which must fit: at most max_model_len tokens, and `check_fits`.
 
-        Raises QueueFullError when max_waiting sequences wait, and ValueError for an adapter that there is not.
+        Raises QueueFullError when max_waiting sequences wait, and ValueError for an adapter that there is not, and for
+        steering as `Steering.check`.
         """
         self.spec.check_adapter(sequence.request.adapter)
+        self.spec.check_steering(sequence.request.steering)
+        self.spec.check_taps(sequence.request.options.tapped_layers)
         if sequence.request.grammar is not None:
             self.grammars.add(sequence)  # may refuse tokens that it begins with
         self.scheduler.add(sequence)
@@ -134,6 +138,7 @@ class Engine:
             self._busy_since = time.perf_counter()
         self._sequences[sequence] = None
         self._num_with_logprobs += sequence.params.logprobs is not None
+        self._num_tapped += bool(sequence.request.options.tapped_layers)
         self._deadlines.add(sequence)
 
     def finish(self, sequence: SequenceState, reason: str, stop_reason: int | str | None = None) -> None:
@@ -149,6 +154,7 @@ class Engine:
             self.grammars.end(sequence)
             self._num_with_grammars -= 1
         self._num_with_logprobs -= sequence.params.logprobs is not None
+        self._num_tapped -= bool(sequence.request.options.tapped_layers)
         self.runner.stop_scoring(sequence)
         sequence.finished = time.monotonic()
         if not self._sequences:
@@ -237,6 +243,7 @@ class Engine:
     def _commit(self, flight: Flight) -> list[SequenceState]:
         """Reads a dispatch's results: appends tokens, ends sequences, lets others use pages that are known."""
         flight_results = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
+        states = results.states_of_slots(flight) if self._num_tapped else {}
         if self.prefix_store is not None:
             self.prefix_store.collect()
         if self.on_read is not None:
@@ -249,6 +256,8 @@ class Engine:
             if sequence.is_finished:
                 continue
             if tokens[0] != INVALID_LOGITS:
+                if states and sequence.request.options.tapped_layers:
+                    results.take_states(sequence, chunk.start, states[slot])
                 self.scheduler.confirm(sequence, chunk.start + chunk.length)
                 if not chunk.is_last:
                     continue
@@ -260,7 +269,11 @@ class Engine:
             progressed.append(sequence)
         for slot, sequence in flight.decodes:
             if not sequence.is_finished:
-                self._append(sequence, slot, flight_results.tokens[slot], flight_results.samples)
+                tokens = flight_results.tokens[slot]
+                if states and sequence.request.options.tapped_layers:
+                    num_made = sum(token >= 0 for token in tokens)
+                    results.take_states(sequence, len(sequence.tokens) - 1, states[slot], num_made)
+                self._append(sequence, slot, tokens, flight_results.samples)
                 progressed.append(sequence)
         for feature in self._features:
             feature.committed(flight)
@@ -373,15 +386,20 @@ class Engine:
         return [program.name for program in self.runner.all_programs]
 
     def hidden_states(
-        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0, start: int = 0
+        self,
+        tokens: list[int],
+        taps: tuple[str, ...],
+        adapter: LoadedAdapter | int = 0,
+        start: int = 0,
+        steering: Steering | None = None,
     ) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache;
-        `adapter` changes the model from token `start` on.
+        `adapter` changes the model from token `start` on, and `steering` is added at all tokens.
 
         Raises RuntimeError where all slots have adapters of running requests.
         """
         with self._adapter_slot(adapter) as slot:
-            return self.runner.hidden_states(tokens, taps, slot, start)
+            return self.runner.hidden_states(tokens, taps, slot, start, steering)
 
     @contextmanager
     def _adapter_slot(self, adapter: LoadedAdapter | int) -> Iterator[int]:

@@ -211,8 +211,15 @@ def _describe_programs(spec: EngineSpec) -> dict[str, Any]:
         "prompt tokens of a step": spec.prefill_chunk,
         "steps per dispatch": spec.steps_per_dispatch,
         "deterministic": str(spec.determinism),
+        **_named_layers(spec),
         **_compiled(paged, ("step", "sample_step", "decode")),
     }
+
+
+def _named_layers(spec: EngineSpec) -> dict[str, str]:
+    """Layers after which requests may add vectors to hidden states, or ask for them."""
+    named = {"steered layers": spec.steered_layers, "tapped layers": spec.tapped_layers}
+    return {name: ", ".join(map(str, layers)) for name, layers in named.items() if layers}
 
 
 def program_facts(engine: AnyEngine) -> dict[str, str | int | bool | None]:
@@ -232,6 +239,7 @@ def program_facts(engine: AnyEngine) -> dict[str, str | int | bool | None]:
         "dtype": str(spec.dtype),
         "kv_dtype": kv_dtype_name(spec.kv_dtype),
         "deterministic": spec.is_deterministic,
+        **_named_layers(spec),
         "page_size": spec.page_size,
         "acceptance": spec.options.acceptance if spec.trees else "exact",
         "kernels": "; ".join(f"{name}: {value}" for name, value in kernels.items()),

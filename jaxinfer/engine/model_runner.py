@@ -6,7 +6,7 @@ On several hosts, methods marked with `operation` run on each of them, in the sa
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from jaxinfer.engine.programs.work import DecodeWork, StepOutput, StepSlots, Ste
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PendingScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.tiers.host_pages import Caches, HostPages, check_host_cache, host_pools
 from jaxinfer.engine.tiers.link_rates import decide_host_cache
 from jaxinfer.engine.weights import WeightsView, leaves_of
@@ -66,7 +67,8 @@ class Flight:
 
     Attributes:
       plan: what was dispatched. chunks, decodes: its sequences with the slots that they had.
-      output: tokens and samples; counts: of speculative rounds. scores: of prompts.
+      output: tokens and samples; counts: of speculative rounds. scores: of prompts. states: of a step with prompts, the
+        tapped hidden states [rows, D] by name; its decoding slots come first.
       num_slots: of the program. num_rows: of tokens of a step, padding included.
       sent_at: seconds of `time.perf_counter`.
     """
@@ -80,6 +82,7 @@ class Flight:
     sent_at: float
     counts: RoundCounts | None = None
     scores: PendingScores | None = None
+    states: dict[str, jax.Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class ModelRunner:
         mesh, params, config, draft = spec.mesh, weights.value, spec.config, draft or NO_DRAFT
         self.placement, self.weights = DevicePlacement(mesh), leaves_of(weights)
         self.adapters, self._adapted = adapters, weights
-        self.model, _ = program_model(config, params, mesh, spec.policy)
+        self.model, _ = program_model(config, params, mesh, spec.policy, spec.taps)
         self.device = self.weights.value[0].addressable_shards[0].device
         self._draft = draft
         models = weights.view(lambda params: self._draft.models(config, without_adapters(params)))
@@ -144,8 +147,8 @@ class ModelRunner:
         self.host_pages = HostPages(spec, host_pools(spec), mesh)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         self.take_cache()
-        rows = spec.max_seqs, spec.config.vocab_size, spec.draft_length, spec.has_adapters, spec.processors
-        slots, batch = programs.init_slots(*rows)
+        sizes = spec.max_seqs, spec.config.vocab_size, spec.draft_length
+        slots, batch = programs.init_slots(*sizes, spec.has_adapters, spec.processors, spec.steering_arrays)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
         self._rows = PageTableRows(spec.groups, spec.max_seqs, spec.pages_per_sequence)
@@ -153,6 +156,7 @@ class ModelRunner:
         self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self, spec.has_adapters)
         self._scores = DeviceScorer(self.model, self.weights, self.placement, spec.head_rows)
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
+        self._states: dict[str, jax.Array] = {}  # its tapped ones
         self._read_at = 0.0
         self._has_decoded = False
         self._compiled_steps: set[tuple[int, int]] = set()  # numbers of tokens and slots
@@ -271,17 +275,23 @@ class ModelRunner:
         self._scorer.stop(sequence)
 
     def hidden_states(
-        self, tokens: list[int], taps: tuple[str, ...], adapter: int = 0, start: int = 0
+        self,
+        tokens: list[int],
+        taps: tuple[str, ...],
+        adapter: int = 0,
+        start: int = 0,
+        steering: Steering | None = None,
     ) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache; of a deterministic
-        engine with the bits of its passes, unless `refusal` has a reason. `adapter`: the number of the one that changes
-        the model from position `start` on."""
+        engine with the bits of its passes, unless `refusal` has a reason or vectors are added (`steering`). `adapter`:
+        the number of the one that changes the model from position `start` on."""
         stored, own = (self.spec.kv_dtype, self.kv_scales), None
         if self.spec.has_adapters:
             own = np.full(len(tokens), adapter, np.int32)
             own[:start] = 0
         shape = None if refusal(self.spec) else FixedShape.of(self.spec)
-        return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own, shape)
+        added = None if steering is None else steering.arrays
+        return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own, shape, added)
 
     # Before a dispatch: slots and page table.
 
@@ -330,6 +340,8 @@ class ModelRunner:
             self._write_draft_row(slot, padded(tokens[:length], length), sequence.num_drafted)
         if self.spec.has_adapters:
             self._write_adapter(slot, sequence.adapter_slot, sequence.request.adapter_start)
+        if self.spec.steered_layers:
+            self._write_steering(slot, row_of(self.spec.steering_arrays, _added(sequence)))
 
     def write_stacks(self, slot: int, adapter: HostAdapter) -> None:
         """Writes an adapter into a slot, 1 for the first. One behind the last slot is written nowhere."""
@@ -364,7 +376,7 @@ class ModelRunner:
         scores = None
         if self._hidden is not None:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
-        return sent(output=output, scores=scores)
+        return sent(output=output, scores=scores, states=self._states)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
 
@@ -403,6 +415,12 @@ class ModelRunner:
     def _write_adapter(self, slot: int, adapter: int, start: int) -> None:
         arguments = self.placement.put((np.int32(slot), np.int32(adapter), np.int32(start)))
         self._slots = programs.write_adapter(self.placement.mesh, self._slots, *arguments)
+
+    @operation
+    def _write_steering(self, slot: int, row: dict[str, np.ndarray]) -> None:
+        arguments = self.placement.put((np.int32(slot), row))
+        steering = programs.write_arrays(self.placement.mesh, self._slots.steering or {}, *arguments)
+        self._slots = dataclasses.replace(self._slots, steering=steering)
 
     @operation
     def _write_table(self, block: grammars.TableBlock) -> None:
@@ -446,7 +464,7 @@ class ModelRunner:
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
         step = self._step_work(work, self._page_tables)
         self._compile_step(step)
-        self._cache, logits, hidden, own = programs.step(*self._step_arguments(step))
+        self._cache, logits, hidden, own, self._states = programs.step(*self._step_arguments(step))
         self._observed(own)
         arguments = self._slots, self._batch, step.slots, logits, self._tables
         self._slots, output = programs.sample_step(self.placement.mesh, *arguments)
@@ -556,12 +574,12 @@ class ModelRunner:
         del rows["tokens"], rows["token_slots"]
         prompt = sequence.tokens[: sequence.num_prompt]
         of = {"slot": slot, "num_found": sequence.num_reused, "adapter": sequence.adapter_slot}
-        work = self._end_work(prompt, chunk.length, chunk.end_moves, **of)
+        work = self._end_work(prompt, chunk.length, chunk.end_moves, **of, added=_added(sequence))
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 
     @operation
     def _run_compaction(self, rows: dict[str, np.ndarray], work: CompactionWork, is_scored: bool) -> StepOutput:
-        self._cache, logits, hidden, own = compact_prompt(*self._compaction_arguments(work))
+        self._cache, logits, hidden, own, self._states = compact_prompt(*self._compaction_arguments(work))
         self._observed(own)
         slots = StepSlots(**self.placement.put(rows))
         arguments = self._slots, self._batch, slots, logits, self._tables
@@ -595,10 +613,13 @@ class ModelRunner:
         slot: int = 0,
         num_found: int = 0,
         adapter: int = 0,
+        added: dict[str, np.ndarray] | None = None,
     ) -> CompactionWork:
         spec, observed = self.spec, None if self._observing is None else (slot, num_found)
         sizes = spec.groups, spec.pages_per_sequence, spec.policy
-        return compaction_work(prompt, window, moves, *sizes, observed, adapter if spec.has_adapters else None)
+        own = adapter if spec.has_adapters else None
+        steering = {name: row[0] for name, row in row_of(spec.steering_arrays, added or {}).items()} or None
+        return compaction_work(prompt, window, moves, *sizes, observed, own, steering)
 
     def _lower_compaction(self) -> Lowered:
         return compact_prompt.lower(*self._compaction_arguments(self._empty_compaction()))
@@ -647,7 +668,8 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
-        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + (self.spec.processors is not None)
+        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + bool(self.spec.steered_layers)
+        num_small += self.spec.processors is not None
         num_small += 0 if self.adapters is None else len(self.adapters.nothing())
         num_small += 2 * (self._saved is not None)
         self.caches, num_tiers = self.host_pages.warm_up(self.caches)
@@ -741,6 +763,12 @@ class ModelRunner:
             # The first request would otherwise wait for these unread scores: up to 2 s with JAX 0.12 on a CPU.
             jax.block_until_ready(scores.arrays if scores is not None else ())
         self._scorer.stop(sequence)
+
+
+def _added(sequence: SequenceState) -> dict[str, np.ndarray]:
+    """The vectors that a sequence adds to its hidden states, by layer."""
+    steering = sequence.request.steering
+    return {} if steering is None else steering.arrays
 
 
 def _moved(cache: PagedCache, order: Any) -> PagedCache:

@@ -72,6 +72,14 @@ def parse_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Numbers of layers such as "3,7", from a command line. Raises ValueError for anything else."""
+    try:
+        return tuple(int(layer) for layer in text.split(","))
+    except ValueError:
+        raise ValueError(f"layers are numbers such as 3,7, got {text!r}") from None
+
+
 def most_tokens(prefill_chunk: int, max_seqs: int) -> int:
     """Tokens of the largest step: a whole chunk beside as many decoding answers as there are slots."""
     return -(-(prefill_chunk + max_seqs) // TOKEN_UNIT) * TOKEN_UNIT
@@ -315,6 +323,19 @@ class EngineOptions(SpeculationOptions):
         "Functions that change logits before they are sampled from, in their order (docs/guides/own_code.md). In "
         "Python only.",
     )
+    steered_layers: Sequence[int] = _engine(
+        (),
+        "Layers after which requests may add vectors of their own to the hidden states (steering), by number from 0; "
+        "by default none.",
+        "LAYERS",
+        parse=parse_layers,
+    )
+    tapped_layers: Sequence[int] = _engine(
+        (),
+        "Layers after which requests may ask for the hidden states of their tokens, by number from 0; by default none.",
+        "LAYERS",
+        parse=parse_layers,
+    )
     shuffle_seed: int | None = option(None, "Orders the pages at random, for tests; by default in order.", "N")
 
     def __post_init__(self) -> None:
@@ -325,6 +346,8 @@ class EngineOptions(SpeculationOptions):
             self._check_count(name)
         self._check_count("max_waiting")
         self._check_adapters()
+        self._check_layers("steered_layers")
+        self._check_layers("tapped_layers")
         check_kv_dtype(self.kv_dtype)
         if self.num_pages == 1:
             raise ValueError("num_pages=1: a pool needs the null page and at least one more")
@@ -395,6 +418,15 @@ class EngineOptions(SpeculationOptions):
             ):
                 if (given := getattr(self, name)) is not None and self.max_adapters is not None:
                     raise ValueError(f"{name}={given!r} is for adapters, and max_adapters is {self.max_adapters}")
+
+    def _check_layers(self, name: str) -> None:
+        given = getattr(self, name)
+        layers: tuple[Any, ...] = (
+            tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (None,)
+        )
+        if not all(map(_is_count, layers)) or len(set(layers)) < len(layers):
+            raise ValueError(f"{name} must be different numbers of layers, such as (3, 7), got {given!r:.60}")
+        object.__setattr__(self, name, tuple(sorted(layers)))
 
     @property
     def adapter_sizes(self) -> "AdapterSizes | None":

@@ -13,6 +13,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.models import Params
 from jaxinfer.speculative import SpeculationStats
@@ -64,7 +65,12 @@ class AnyEngine(Protocol):
     def snapshot(self) -> Snapshot: ...
 
     def hidden_states(
-        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0, start: int = 0
+        self,
+        tokens: list[int],
+        taps: tuple[str, ...],
+        adapter: LoadedAdapter | int = 0,
+        start: int = 0,
+        steering: Steering | None = None,
     ) -> dict[str, np.ndarray]: ...
 
     def warm_up(self, num_jobs: int | None = None, report: Report = lambda name: None) -> int: ...

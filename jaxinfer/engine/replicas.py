@@ -23,6 +23,7 @@ from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.speculative import Draft, SpeculationStats
@@ -91,6 +92,8 @@ class Replicas:
     def add(self, sequence: SequenceState) -> None:
         """As `Engine.add`; max_waiting counts the sequences that wait for any of the engines."""
         self.spec.check_adapter(sequence.request.adapter)
+        self.spec.check_steering(sequence.request.steering)
+        self.spec.check_taps(sequence.request.options.tapped_layers)
         self._remove_ended()
         limit, most = self.spec.options.max_waiting, self.spec.max_seqs * len(self.engines)
         if limit is not None and len(self._owner) + len(self._queued) >= most + limit:
@@ -154,10 +157,15 @@ class Replicas:
         return [name for engine in self.engines for name in engine.program_names]
 
     def hidden_states(
-        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0, start: int = 0
+        self,
+        tokens: list[int],
+        taps: tuple[str, ...],
+        adapter: LoadedAdapter | int = 0,
+        start: int = 0,
+        steering: Steering | None = None,
     ) -> dict[str, np.ndarray]:
         """As `Engine.hidden_states`."""
-        return self.engines[0].hidden_states(tokens, taps, adapter, start)
+        return self.engines[0].hidden_states(tokens, taps, adapter, start, steering)
 
     @property
     def kv_scales(self) -> KVScales | None:

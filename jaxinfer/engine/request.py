@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.pages import NULL_PAGE
+from jaxinfer.engine.steering import Steering
 from jaxinfer.sampling import SamplingParams, SamplingRow, sample_seed
 from jaxinfer.speculative.statistics import SpeculationStats
 from jaxinfer.tool_calls import ToolCall
@@ -20,6 +21,11 @@ from jaxinfer.tool_calls import ToolCall
 Prompt = str | Sequence[int]  # a text, or token ids
 _MAX_EXPONENT = math.log(sys.float_info.max)
 MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while any other can be preempted
+
+
+def tap_name(layer: int) -> str:
+    """The name of the hidden states after a layer."""
+    return f"layers.{layer}.residual"
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class RequestOptions:
       adapter: the name of a loaded adapter, or the adapter itself, which may have been unloaded meanwhile; None for the
         model without one.
       arrays: by name, arrays that the processors of the model have declared.
+      steering: vectors [D] of some layers, by number, that are added to the hidden states after these layers at every
+        token of prompt and answers (`Steering`); None for none.
+      tapped_layers: layers after which the hidden states of the tokens are wanted.
     """
 
     priority: int = 0
@@ -54,6 +63,8 @@ class RequestOptions:
     cache_salt: str = ""
     adapter: str | LoadedAdapter | None = None
     arrays: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    steering: "Mapping[int, Any] | Steering | None" = None
+    tapped_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -67,6 +78,12 @@ class RequestOptions:
             raise ValueError(f"cache_salt must be a text, got {self.cache_salt!r}")
         if not (self.adapter is None or isinstance(self.adapter, (str, LoadedAdapter))):
             raise ValueError(f"adapter must be the name of a loaded adapter or None, got {self.adapter!r:.60}")
+        if not (self.steering is None or isinstance(self.steering, Steering)):
+            object.__setattr__(self, "steering", Steering(self.steering))
+        layers: Any = self.tapped_layers
+        if not isinstance(layers, Sequence) or not all(type(layer) is int for layer in layers):
+            raise TypeError(f"tapped_layers must be numbers of layers, such as (3, 7), got {layers!r:.60}")
+        object.__setattr__(self, "tapped_layers", tuple(dict.fromkeys(layers)))
 
 
 DEFAULT_REQUEST_OPTIONS = RequestOptions()
@@ -89,12 +106,14 @@ class AnswerOrigin:
     Attributes:
       params: sampling parameters. max_tokens: of an answer at most, where `params` leave it open too.
       adapter: None for the model without one. arrays: that the request gave processors.
+      steering: the fingerprint of vectors that were added for this request beside those of the `LLM`; None for none.
     """
 
     params: SamplingParams
     max_tokens: int
     adapter: AdapterUse | None = None
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+    steering: str | None = None
 
 
 PoolingKind = Literal["last", "mean", "cls"]
@@ -143,6 +162,7 @@ class Request:
         its first token.
       adapter: the one that it is answered with; a number of one that the model's weights hold as they are; 0 for none.
       adapter_start: the token from which it changes the model.
+      steering: vectors that are added to its hidden states: its own and those of all requests.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
       claimed: tokens of an answer that is checked, which `draft="claimed"` proposes.
       arrays: by name, arrays for processors, checked; others have their defaults.
@@ -161,6 +181,7 @@ class Request:
     gate: Any = None
     adapter: LoadedAdapter | int = 0
     adapter_start: int = 0
+    steering: Steering | None = None
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
     claimed: Sequence[int] = ()
@@ -169,11 +190,12 @@ class Request:
     @property
     def origin(self) -> AnswerOrigin | None:
         """Everything that its answers follow from; None for an adapter that only a number names."""
-        adapter = self.adapter
+        adapter, own = self.adapter, self.options.steering
+        added = own.fingerprint if isinstance(own, Steering) else None
         if isinstance(adapter, LoadedAdapter):
             use = AdapterUse(adapter.name, adapter.fingerprint, self.adapter_start)
-            return AnswerOrigin(self.params, self.max_tokens, use, self.arrays)
-        return None if adapter else AnswerOrigin(self.params, self.max_tokens, arrays=self.arrays)
+            return AnswerOrigin(self.params, self.max_tokens, use, self.arrays, added)
+        return None if adapter else AnswerOrigin(self.params, self.max_tokens, arrays=self.arrays, steering=added)
 
     @cached_property
     def num_prompt(self) -> int:
@@ -198,7 +220,11 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """True if all of the prompt is computed, cached or not: its hidden states are needed, which no page has."""
-        return self.scores_prompt or (self.pooling is not None and self.pooling.kind != "last")
+        return (
+            self.scores_prompt
+            or bool(self.options.tapped_layers)
+            or (self.pooling is not None and self.pooling.kind != "last")
+        )
 
     @cached_property
     def ending_ids(self) -> frozenset[int]:
@@ -226,6 +252,8 @@ class SequenceState:
       logprobs: per token, if asked for. prompt_logprobs: per prompt token, None for the first. processed_logprobs: of
         the prompt from `score_from` on, under the sampling parameters. pooled: float32 [D] or [token ids], the sum of
         what was pooled so far.
+      states: by layer, hidden states [tokens, D] with the positions where they begin; later ones take the places of
+        earlier ones.
       finish_reason: None while it runs, else "stop", "length", "abort" or "error". stop_reason: the token id or stop
         string that ended it. error: what went wrong, for "error", or why it was aborted.
       arrived, admitted, first_token, finished: `time.monotonic` seconds.
@@ -237,6 +265,7 @@ class SequenceState:
         its adapter is, 0 for none. num_overtaken: how many were admitted before it while its adapter had no slot.
       tables: by group of layers, the pages that it owns, in order; NULL_PAGE for those behind a window, which are the
         first `num_released` of the group, but for its sinks.
+      num_prompt: tokens of the prompt.
       num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
         make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
@@ -266,6 +295,7 @@ class SequenceState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     pooled: np.ndarray | None = field(default=None, repr=False)
+    states: dict[int, list[tuple[int, np.ndarray]]] = field(default_factory=dict, repr=False)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -306,6 +336,7 @@ class SequenceState:
     reader: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.token_ids)
         if not self.tokens:
             self.tokens = list(self.request.token_ids)
 
@@ -317,11 +348,6 @@ class SequenceState:
     def row(self) -> SamplingRow:
         """The sampler's parameters."""
         return self.request.row(self.index)
-
-    @cached_property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.token_ids)
 
     @property
     def pages(self) -> list[int]:
@@ -371,8 +397,10 @@ class SequenceState:
 
     @cached_property
     def salt(self) -> str:
-        """Separates its prefixes from others of the same tokens: by the request's salt and adapter."""
+        """Separates its prefixes from others of the same tokens: by the request's salt, adapter and steering."""
         adapter, salt = self.request.adapter, self.request.options.cache_salt
+        if (steering := self.request.steering) is not None:
+            salt = hashlib.sha256(repr((steering.fingerprint, salt)).encode()).hexdigest()
         if self.request.adapter_start:
             return salt  # its first pages are the model's own
         if isinstance(adapter, LoadedAdapter):
@@ -454,6 +482,8 @@ class CompletionOutput:
       weights: which weights made its tokens; one span unless they were replaced meanwhile.
       tool_calls: in chats with tools, the calls, which the text has no more. reasoning: in chats, what the model wrote
         before its answer, which the text has no more either; None where there is none.
+      hidden_states: of a finished answer whose request has `tapped_layers`, float32 [tokens, D] by layer, of the prompt
+        and the answer but its last token, which was never read.
     """
 
     index: int
@@ -470,6 +500,7 @@ class CompletionOutput:
     weights: tuple[WeightsSpan, ...] = ()
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
+    hidden_states: dict[int, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,22 @@
 """From what a program sampled to the results in a `SequenceState`; mirrors on the host what the program decided."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxinfer.engine.request import Logprob, Request, RequestOutput, RequestTimings, Score, SequenceState, TokenLogprob
+from jaxinfer.engine.plans import Chunk
+from jaxinfer.engine.request import (
+    Logprob,
+    Request,
+    RequestOutput,
+    RequestTimings,
+    Score,
+    SequenceState,
+    TokenLogprob,
+    tap_name,
+)
 from jaxinfer.sampling import SampleOutput, TokenLogprobs
 
 NOT_A_NUMBER = (
@@ -54,6 +65,55 @@ def take_logprobs(sequence: SequenceState, samples: SampleOutput, index: tuple[i
     wanted = sequence.params.logprobs
     if wanted is not None:
         sequence.logprobs.append(logprob_entry(samples, index, sequence.tokens[-1], wanted))
+
+
+class TappedFlight(Protocol):
+    """The part of a dispatch that has hidden states: those of a step with prompts [rows, D], whose decoding slots come
+    first, or those of `StepOutput`."""
+
+    @property
+    def chunks(self) -> Sequence[tuple[int, Chunk]]: ...
+    @property
+    def decodes(self) -> Sequence[tuple[int, SequenceState]]: ...
+    @property
+    def states(self) -> Mapping[str, Any]: ...
+    @property
+    def output(self) -> Any: ...
+
+
+def states_of_slots(flight: TappedFlight) -> dict[int, dict[str, np.ndarray]]:
+    """Tapped hidden states [tokens, D] by slot and name: of a chunk's tokens, or of the tokens that a slot stored, one
+    a step. Waits for them."""
+    if not flight.chunks:
+        steps = {name: np.asarray(of_steps) for name, of_steps in flight.output.states.items()}
+        return {slot: {name: rows[:, slot] for name, rows in steps.items()} for slot, _ in flight.decodes}
+    rows, row = {name: np.asarray(of_rows) for name, of_rows in flight.states.items()}, len(flight.decodes)
+    places = {slot: slice(number, number + 1) for number, (slot, _) in enumerate(flight.decodes)}
+    for slot, chunk in flight.chunks:
+        places[slot], row = slice(row, row + chunk.length), row + chunk.length
+    return {slot: {name: of_rows[place] for name, of_rows in rows.items()} for slot, place in places.items()}
+
+
+def take_states(sequence: SequenceState, start: int, states: dict[str, np.ndarray], count: int | None = None) -> None:
+    """The first `count` hidden states [tokens, D], or all, by names of taps: of the tokens from position `start` on."""
+    for layer in sequence.request.options.tapped_layers:
+        own = states[tap_name(layer)][:count]
+        sequence.states.setdefault(layer, []).append((start, own))
+
+
+def states_of(sequence: SequenceState) -> dict[int, np.ndarray] | None:
+    """`CompletionOutput.hidden_states`."""
+    if not sequence.states or not sequence.is_finished:
+        return None
+    most, by_layer = max(len(sequence.tokens) - 1, sequence.num_prompt), {}
+    for layer, pieces in sequence.states.items():
+        num_known = min(most, max(start + len(own) for start, own in pieces))
+        whole = np.empty((num_known, pieces[0][1].shape[1]), np.float32)
+        for start, own in pieces:
+            end = min(start + len(own), num_known)
+            whole[start:end] = own[: max(end - start, 0)]
+        by_layer[layer] = whole
+    return by_layer
 
 
 def take_prompt_logprobs(sequence: SequenceState, scores: TokenLogprobs, rows: range, start: int) -> None:
@@ -130,10 +190,21 @@ def timings(answers: Sequence[SequenceState]) -> RequestTimings:
 
 
 @dataclass(frozen=True)
-class VectorJob:
-    """Requests whose answers are vectors, and what makes the result of the vectors, given in the requests' order."""
+class RequestJob:
+    """Requests that run together, in their order."""
 
     requests: list[Request]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompts."""
+        return sum(request.num_prompt for request in self.requests)
+
+
+@dataclass(frozen=True)
+class VectorJob(RequestJob):
+    """Requests whose answers are vectors, and what makes the result of the vectors, given in the requests' order."""
+
     finish: Callable[[Sequence[np.ndarray]], np.ndarray]
 
     def result(self, outputs: Sequence[RequestOutput]) -> np.ndarray:
@@ -144,7 +215,3 @@ class VectorJob:
                 raise FloatingPointError(output.outputs[0].error or "the vector was not computed")
             vectors.append(output.pooled)
         return self.finish(vectors)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(request.num_prompt for request in self.requests)

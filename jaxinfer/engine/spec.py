@@ -40,10 +40,13 @@ from jaxinfer.engine.options import EngineOptions, most_tokens
 from jaxinfer.engine.programs import MIN_HEAD_ROWS, ProgramModel, Weights
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
+from jaxinfer.engine.request import tap_name
+from jaxinfer.engine.steering import Steering
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_adapters, num_bytes
+from jaxinfer.request_arrays import RequestArray
 from jaxinfer.sampling import BoundProcessors, SamplingBatch, as_processors
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
@@ -100,6 +103,7 @@ class EngineSpec:
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         check_sequence_axis(self.mesh, self.page_size, options)
         self._check_adapters()
+        self._check_layers()
         options.check_draft(self.draft)
         self.policy.check(self._policy_use)
         if self.determinism is None:
@@ -176,6 +180,35 @@ class EngineSpec:
             raise ValueError(
                 f"draft {self.draft.name!r} has weights with adapters, which only the model itself may have"
             )
+
+    @property
+    def steered_layers(self) -> tuple[int, ...]:
+        """Layers after which requests may add vectors."""
+        return tuple(self.options.steered_layers)
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Layers after which requests may ask for hidden states."""
+        return tuple(self.options.tapped_layers)
+
+    def _check_layers(self) -> None:
+        if self.numbers is not None:  # of some layers of a model, to count
+            return
+        for name, layers in (("steered_layers", self.steered_layers), ("tapped_layers", self.tapped_layers)):
+            if layers and layers[-1] >= self.config.num_layers:
+                raise ValueError(f"{name}={layers}: the model has layers 0 to {self.config.num_layers - 1}")
+
+    def check_taps(self, layers: Sequence[int]) -> None:
+        """Raises ValueError for layers whose hidden states the engine does not return."""
+        for layer in layers:
+            if layer not in self.tapped_layers:
+                declared = f"tapped_layers={self.tapped_layers}" if self.tapped_layers else "there are no tapped_layers"
+                raise ValueError(f"hidden states after layer {layer}: {declared}; name it when the LLM is made")
+
+    def check_steering(self, steering: Steering | None) -> None:
+        """Raises ValueError for vectors that the engine has no room for."""
+        if steering is not None:
+            steering.check(self.config.hidden_size, self.config.num_layers, self.steered_layers)
 
     @cached_property
     def policy(self) -> CachePolicy:
@@ -611,7 +644,18 @@ class EngineSpec:
             self.draft_length,
             self.has_adapters,
             self.processors,
+            self.steering_arrays,
         )
+
+    @property
+    def steering_arrays(self) -> dict[str, RequestArray]:
+        """The vectors that a request may add, by layer."""
+        return {str(layer): RequestArray((self.config.hidden_size,)) for layer in self.steered_layers}
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Names of the hidden states that passes return."""
+        return tuple(map(tap_name, self.tapped_layers))
 
     @cached_property
     def tables(self) -> GrammarTables:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from jaxinfer.checks import did_you_mean
 from jaxinfer.kept_files import KeptFiles, key_of, sources_key
 from jaxinfer.models.attend import Attend, AttendByLayer, LayerAttend, LayerView, SharedKeys, Tap, Taps
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.hidden import Hidden, summed
+from jaxinfer.models.hidden import Hidden, summed, with_added
 from jaxinfer.models.host_layers import HostLayers, merged_names
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.tree import for_rows
@@ -43,10 +43,16 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None, adapters: jax.Array | None = None
+        self,
+        config: ModelConfig,
+        params: Params,
+        experts_over: ExpertsOver | None,
+        adapters: jax.Array | None = None,
+        added: Mapping[str, jax.Array] | None = None,
     ):
         self.config, self._kinds = config, config.kinds
         self._params, self._over, self._adapters = params, experts_over, adapters
+        self.added = added or {}  # by layer, what is added to the hidden states after it
         self._embedding, self._head = _modules().bound_ends(config, self._for_rows(params))
         self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
 
@@ -56,7 +62,15 @@ class Decoder:
         if adapters is None:
             return self
         adapters = adapters if of is None else adapters[of]
-        return Decoder(self.config, self._params, self._over, adapters)
+        return Decoder(self.config, self._params, self._over, adapters, self.added)
+
+    def steered(self, added: Mapping[str, jax.Array] | None, of: jax.Array | np.ndarray | None = None) -> Decoder:
+        """The decoder that adds float32 vectors [T, D], or [D] for all rows, to the hidden states after layers, by
+        their numbers as strings; with `of` int32 [T] the vectors [of]. Itself where `added` is None."""
+        if not added:
+            return self
+        added = added if of is None else {layer: vectors[of] for layer, vectors in added.items()}
+        return Decoder(self.config, self._params, self._over, self._adapters, added)
 
     def _for_rows(self, params: Params) -> Params:
         return params if self._adapters is None else for_rows(params, self._adapters)
@@ -84,6 +98,8 @@ class Decoder:
                 params = self._for_rows(layers.take(number, jax.tree.leaves(x)[-1]))
                 run = self._recomputed if recomputes else self._run_layer
                 x = run(number, params, x, shared, attend, own_tap)
+                if (vectors := self.added.get(str(number))) is not None:
+                    x = with_added(x, vectors)
             if tap is not None and (name := f"layers.{number}.residual") in tap:
                 x = summed(x)
                 tap(name, x)

@@ -356,7 +356,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     Raises ValueError for a mesh that does not divide the model.
     """
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.policy)
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.policy, spec.taps)
     common = (model, weights, spec.cache, *spec.slots)
     tables = spec.pages_per_sequence, len(spec.windows), spec.ends_prompts
     resident = num_bytes(spec.own_draft_params) + num_bytes(spec.draft_cache)

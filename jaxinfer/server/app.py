@@ -18,6 +18,7 @@ from jaxinfer.server.auth import Keys
 from jaxinfer.server.completions import chat_completions, completions
 from jaxinfer.server.embeddings import embeddings, rerank, score
 from jaxinfer.server.errors import APIError, unavailable
+from jaxinfer.server.hidden_states import HIDDEN_STATES_ROUTES
 from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.message_types import Message, MessageEvent, TokenCount
 from jaxinfer.server.messages import count_tokens, messages
@@ -45,6 +46,7 @@ def make_app(
     entries = [*ROUTES, *([RouteEntry("GET", "/", page)] if service.options.ui else [])]
     options = service.options
     entries += ADAPTER_ROUTES if options.adapter_routes else ()
+    entries += HIDDEN_STATES_ROUTES if options.hidden_states else ()
     if options.weight_routes:  # nobody but on the listener of administrators pauses
         paths = {entry.path for entry in WEIGHT_ROUTES}
         entries = [entry for entry in entries if entry.path not in paths]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import UNSET
@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.api.embedding import best_first
-from jaxinfer.engine.request import Prompt, RequestOptions
-from jaxinfer.engine.results import VectorJob
+from jaxinfer.engine.request import Prompt, RequestOptions, RequestOutput
+from jaxinfer.engine.results import RequestJob, VectorJob
 from jaxinfer.openai import answers, writer
 from jaxinfer.openai.bodies import EmbeddingsRequest
 from jaxinfer.openai.reader import check_number, options_of, read_inputs, truncates
@@ -24,6 +24,8 @@ from jaxinfer.server.http import in_thread, json_response, read_body, record_of,
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import RerankRequest, ScoreRequest
+
+AnyJob = TypeVar("AnyJob", bound=RequestJob)
 
 
 async def embeddings(request: Request, service: Service) -> Response:
@@ -104,9 +106,28 @@ async def run_vectors(
 ) -> tuple[np.ndarray, int]:
     """The result of the job that `make(options=...)` returns, in its turn, and how many tokens it took. Raises APIError
     for what cannot be served."""
+    job, outputs = await run_requests(request, service, model, texts, make, param, priority)
+    try:
+        return await in_thread(record_of(request.scope), lambda: job.result(outputs)), job.num_tokens
+    except FloatingPointError as error:
+        raise APIError(500, str(error), code="invalid_logits") from None
+
+
+async def run_requests(
+    request: Request,
+    service: Service,
+    model: ServedModel,
+    texts: Sequence[Prompt],
+    make: Callable[..., AnyJob],
+    param: str,
+    priority: int | None = None,
+    num_answered: int = 0,
+) -> tuple[AnyJob, list[RequestOutput]]:
+    """The job that `make(options=...)` returns, and the outputs of its requests, run in its turn. `num_answered`:
+    tokens of the answers at most. Raises APIError for what cannot be served."""
     check_number(texts, param)
     record, place = record_of(request.scope), object()
-    estimate = num_estimated(texts)
+    estimate = num_estimated(texts) + num_answered
     num_answers = max(min(len(texts), model.admission.capacity), 1)
     start = time.perf_counter()
     service.generations.add(place)
@@ -123,10 +144,7 @@ async def run_vectors(
             if any(output.outputs[0].finish_reason == "abort" for output in outputs):
                 raise unavailable("the server is going away", 5)
             record.end(outputs)
-            try:
-                return await in_thread(record, lambda: job.result(outputs)), job.num_tokens
-            except FloatingPointError as error:
-                raise APIError(500, str(error), code="invalid_logits") from None
+            return job, outputs
     finally:
         service.generations.discard(place)
 

@@ -46,6 +46,7 @@ _ENDS_WITH_DONE = ("/v1/chat/completions", "/v1/completions")
 _LINES = ("/api/chat", "/api/generate", "/api/pull")
 _TEXTS = {
     "/": "text/html",
+    "/v1/hidden_states": "application/octet-stream",
     **dict.fromkeys(("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "text/plain"),
 }
 _ERRORS = {

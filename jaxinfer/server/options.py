@@ -24,6 +24,7 @@ _load = partial(option, group="Overload")
 _many = partial(option, group="Many models")
 _adapters = partial(option, group="Adapters over HTTP")
 _weights = partial(option, group="Weights over HTTP")
+_states = partial(option, group="Hidden states over HTTP")
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -158,6 +159,15 @@ class ServerOptions:
     )
     adapter_max_mib: int = _adapters(
         1024, "MiB of all files in the folder of an adapter; a larger one is refused.", "MIB", min=1
+    )
+
+    hidden_states: bool = _states(
+        False,
+        "A route, /v1/hidden_states, that answers with the hidden states of a prompt and its answer after some of the "
+        "--tapped-layers, as safetensors.",
+    )
+    hidden_states_max_mib: int = _states(
+        64, "MiB of one answer of this route; a request for more gets 400.", "MIB", min=1
     )
 
     weight_routes: bool = _weights(

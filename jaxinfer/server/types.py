@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from jaxinfer.checks import TYPES
 from jaxinfer.openai import bodies
@@ -105,6 +105,21 @@ class ScoreRequest(bodies.VectorFields, kw_only=True):
     text_1: str | _Texts
     text_2: str | _Texts
     instruction: str | None = None
+
+
+class HiddenStatesRequest(bodies.Body, kw_only=True):
+    """The body of /v1/hidden_states: a text or token ids, of which the states after `layers` are wanted, and of an
+    answer of at most `max_tokens` tokens, 1 by default; greedy unless a `temperature` is given."""
+
+    model: str | None = None
+    prompt: str | bodies.Ids
+    layers: Annotated[bodies.Ids, Meta(min_length=1)]
+    max_tokens: bodies.Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    seed: int | None = None
+    priority: bodies.Priority | None = None
+    keep_alive: bodies.KeepAlive | None = None
+    user: str | None = None
 
 
 class RerankRequest(bodies.VectorFields, kw_only=True):

@@ -74,7 +74,8 @@ class DraftRows(NamedTuple):
       positions: int32[S], position of the root, which equals the number of tokens in the target's cache.
       is_active: bool[S]. num_nodes: int32[S], leading nodes of the tree that the row may use, the root included.
       page_tables: int32[S, P] of each group of layers. batch: sampling parameters. history: sampling state, up to the
-        root. tables: of grammars. adapters: int32[S], None for a target whose weights hold none.
+        root. tables: of grammars. adapters: int32[S], None for a target whose weights hold none. steering: float32
+        [S, D] by layer, added to the target's hidden states after it; None for none.
     """
 
     positions: jax.Array
@@ -85,6 +86,7 @@ class DraftRows(NamedTuple):
     history: SamplingState
     tables: GrammarTables | None = None
     adapters: jax.Array | None = None
+    steering: dict[str, jax.Array] | None = None
 
 
 class Proposal(NamedTuple):
@@ -429,7 +431,8 @@ def propose_tree(
             mesh=model.mesh,
         )
         positions = (rows.positions[:, None] + tree.depths[:count]).reshape(-1)
-        decoder = model.decoder.for_rows(rows.adapters, np.repeat(np.arange(num_slots), count))
+        of = np.repeat(np.arange(num_slots), count)
+        decoder = model.decoder.for_rows(rows.adapters, of).steered(model.decoder.added, of)
         hidden = decoder(tokens[:, :count].reshape(-1), positions, attend).reshape(num_slots, count, -1)
         cache = attend.cache
         for node in level:
@@ -476,7 +479,8 @@ class _BoundLayers(BoundProposer):
 
     def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
         slots = replace(state.slots, num_drafted=rows.positions)
-        decoder = replace(self.decoder, decoder=self.decoder.decoder.for_rows(rows.adapters))
+        target = self.decoder.decoder.for_rows(rows.adapters).steered(rows.steering)
+        decoder = replace(self.decoder, decoder=target)
         first, slots, proposal = _propose(
             decoder, state.cache.first(self.num_layers), slots, rows, tree, may_lack_one=False
         )

@@ -44,7 +44,7 @@ Weights = tuple[jax.Array, ...]
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
     """The model that programs are compiled for: a configuration, the structure of its parameters, the mesh that they
-    are cut over, None for a single device, and the policy of the cache.
+    are cut over, None for a single device, the policy of the cache, and names of the hidden states that passes return.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -55,6 +55,7 @@ class ProgramModel:
     structure: Any
     mesh: Mesh | None = None
     policy: CachePolicy = KEEPS_ALL
+    taps: tuple[str, ...] = ()
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -68,17 +69,23 @@ class ProgramModel:
 
 
 @lru_cache(maxsize=64)
-def _program_model(config: ModelConfig, structure: Any, mesh: Mesh | None, policy: CachePolicy) -> ProgramModel:
-    return ProgramModel(config, structure, mesh, policy)
+def _program_model(
+    config: ModelConfig, structure: Any, mesh: Mesh | None, policy: CachePolicy, taps: tuple[str, ...]
+) -> ProgramModel:
+    return ProgramModel(config, structure, mesh, policy, taps)
 
 
 def program_model(
-    config: ModelConfig, params: Params, mesh: Mesh | None = None, policy: CachePolicy = KEEPS_ALL
+    config: ModelConfig,
+    params: Params,
+    mesh: Mesh | None = None,
+    policy: CachePolicy = KEEPS_ALL,
+    taps: tuple[str, ...] = (),
 ) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure, mesh, policy), tuple(leaves)
+    return _program_model(config, structure, mesh, policy, taps), tuple(leaves)
 
 
 def uniform_logits(decoder: Decoder, hidden: jax.Array, adapters: jax.Array | None) -> jax.Array:
@@ -216,12 +223,15 @@ def hidden_states(
     kv_dtype: str,
     scales: KVScales | None = None,
     adapters: jax.Array | None = None,
+    steering: dict[str, jax.Array] | None = None,
 ) -> dict[str, jax.Array]:
     """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache, over the keys and values that one
-    of `kv_dtype` would give back. `adapters` int32 [T] where weights hold any."""
+    of `kv_dtype` would give back. `adapters` int32 [T] where weights hold any. `steering`: by layer, float32 [D] to add
+    to hidden states."""
     tapped, tap = collect(taps)
     positions = jnp.arange(tokens.shape[0])[None]
-    model.bind(weights).for_rows(adapters)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
+    decoder = model.bind(weights).for_rows(adapters).steered(steering)
+    decoder(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
     return {name: value[0] for name, value in tapped.items()}
 
 
@@ -244,17 +254,20 @@ def tapped_states(
     scales: KVScales | None = None,
     adapters: np.ndarray | None = None,
     shape: FixedShape | None = None,
+    steering: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs. `adapters`: int32
-    [len(tokens)] where weights hold any. `shape`: of a deterministic engine, for `uniform_states`."""
+    [len(tokens)] where weights hold any. `shape`: of a deterministic engine, for `uniform_states`, without `steering`,
+    which is as of `hidden_states`."""
     size = 32
     while size < len(tokens):
         size *= 2
     own, rows = None if adapters is None else jnp.asarray(padded(adapters, size)), jnp.asarray(padded(tokens, size))
-    if shape is not None:
+    if shape is not None and steering is None:
         tapped = uniform_states(model, weights, rows, taps, shape)
     else:
-        tapped = hidden_states(model, weights, rows, taps, kv_dtype, scales, own)
+        added = None if steering is None else jax.device_put(steering)
+        tapped = hidden_states(model, weights, rows, taps, kv_dtype, scales, own, added)
     return {name: np.asarray(value)[: len(tokens)] for name, value in tapped.items()}
 
 

@@ -16,6 +16,7 @@ from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.plans import GroupMove
 from jaxinfer.engine.programs import MIN_HEAD_ROWS, ProgramModel, Weights, padded
+from jaxinfer.engine.programs.paged import all_taps, returned_taps
 from jaxinfer.models import collect
 from jaxinfer.speculative import ObservedRows, ObservingDraft
 
@@ -27,14 +28,15 @@ class CompactionWork:
     hold the prompt and those that the kept entries are copied to. `before`: the earlier tokens, int32 [n] with padding,
     if the policy scores keys by the queries of all tokens; else None. `observed`: int32 [2], the slot and
     `ObservedRows.num_found`, for a draft that reads hidden states; else None. `adapter`: an int32 scalar, None for a
-    model
-    whose weights hold none."""
+    model whose weights hold none. `steering`: by layer, float32 [D] to add to hidden states, None in an engine without
+    `steered_layers`."""
 
     tokens: jax.Array
     prompts: tuple[PromptPages, ...]
     before: jax.Array | None
     observed: jax.Array | None = None
     adapter: jax.Array | None = None
+    steering: dict[str, jax.Array] | None = None
 
 
 def compaction_work(
@@ -46,10 +48,10 @@ def compaction_work(
     policy: CachePolicy,
     observed: Sequence[int] | None = None,
     adapter: int | None = None,
+    steering: dict[str, np.ndarray] | None = None,
 ) -> CompactionWork:
     """The work as NumPy arrays, for the last `window` tokens of a prompt. `num_columns`: pages in a row of a page
-    table. `adapter`
-    is None for a model whose weights hold none."""
+    table. `adapter` and `steering` are None where `CompactionWork` has None."""
 
     def ids(values: tuple[int, ...], size: int, filler: int) -> Any:
         return np.array([*values, *[filler] * (size - len(values))], np.int32)
@@ -65,7 +67,7 @@ def compaction_work(
         before = padded(prompt[:-window], -(-num_columns * policy.page_size // block) * block)
     seen: Any = None if observed is None else np.array(observed, np.int32)
     own: Any = None if adapter is None else np.int32(adapter)
-    return CompactionWork(last, tuple(prompts), before, seen, own)  # pyright: ignore[reportArgumentType]
+    return CompactionWork(last, tuple(prompts), before, seen, own, steering)  # pyright: ignore[reportArgumentType]
 
 
 @partial(
@@ -83,19 +85,19 @@ def compact_prompt(
     num_hidden: int | None = None,
     observer: ObservingDraft | None = None,
     own: PagedCache | None = None,
-) -> tuple[PagedCache, jax.Array, jax.Array, PagedCache | None]:
+) -> tuple[PagedCache, jax.Array, jax.Array, PagedCache | None, dict[str, jax.Array]]:
     """Stores the last tokens of a prompt and attends to all of it, as `step` does, and in each layer copies what stays
     of the prompt to other pages. Donates the caches. If the policy needs the queries of all tokens, those before the
     last W run through the model once more, because queries are not stored.
 
     Returns the cache, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, the final
-    hidden states and the observer's cache as `step` does.
+    hidden states, the observer's cache and the tapped states as `step` does.
     """
     window, end = work.tokens.shape[0], work.prompts[0].num_tokens
-    decoder = model.bind(weights).for_rows(work.adapter)
+    decoder = model.bind(weights).for_rows(work.adapter).steered(work.steering)
     positions = end - window + jnp.arange(window)
     attend = model.policy.attend_end(EndWork(decoder, cache, work.prompts, positions, end, work.before, is_uniform))
-    taps, tap = collect(() if observer is None else observer.proposer.taps)
+    taps, tap = collect(all_taps(model, observer))
     hidden = decoder(work.tokens, positions, attend, tap)
     if observer is not None and work.observed is not None:
         rows = work.tokens, positions, jnp.zeros(1, jnp.int32), jnp.full(1, window)
@@ -106,4 +108,4 @@ def compact_prompt(
     logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_rows, hidden.shape[-1])))[:num_slots]
     if num_hidden is not None and num_hidden > window:
         hidden = jnp.pad(hidden, ((0, num_hidden - window), (0, 0)))
-    return attend.cache, logits, hidden, own
+    return attend.cache, logits, hidden, own, returned_taps(model, taps)

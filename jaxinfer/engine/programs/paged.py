@@ -32,7 +32,7 @@ from jaxinfer.engine.programs.work import (
 )
 from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.models import Decoder, collect
-from jaxinfer.request_arrays import default_rows
+from jaxinfer.request_arrays import RequestArrays, default_rows
 from jaxinfer.sampling import (
     BoundProcessors,
     ProcessorRows,
@@ -58,15 +58,22 @@ BothCaches = tuple[PagedCache, PagedCache | None]  # the target's, and that of a
 OUTPUT: Any = StepOutput(0, SampleOutput(0, 0, 0, 0, 0, 0))  # its structure  # pyright: ignore[reportArgumentType]
 
 
+def _output_of(model: ProgramModel) -> Any:
+    """The structure of an output with the model's tapped states."""
+    return replace(OUTPUT, states=dict.fromkeys(model.taps, 0))
+
+
 def init_slots(
     num_slots: int,
     vocab_size: int,
     draft_length: int | None = None,
     has_adapters: bool = False,
     processors: BoundProcessors | None = None,
+    steering: RequestArrays | None = None,
 ) -> tuple[Slots, SamplingBatch]:
     """Empty slots, and sampling parameters that do nothing. `draft_length`: tokens of the longest sequence, in an
-    engine that speculates. `has_adapters`: of a model whose weights hold adapters. `processors`: functions of users."""
+    engine that speculates. `has_adapters`: of a model whose weights hold adapters. `processors`: functions of users.
+    `steering`: the vectors that requests may add, by layer."""
     counts = (np.zeros((num_slots,), np.int32) for _ in range(3))
     history = make_state([None] * num_slots, vocab_size)
     draft = None if draft_length is None else init_draft_slots(num_slots, draft_length)
@@ -76,7 +83,8 @@ def init_slots(
         history = with_sequences(history, [()] * num_slots, [0] * num_slots, processors.length)
         arrays: dict[str, Any] = default_rows(processors.arrays, num_slots)
         batch = replace(batch, processors=ProcessorRows(processors, arrays))
-    slots = Slots(*counts, np.zeros((num_slots,), bool), history, draft, *adapters)  # pyright: ignore
+    added: Any = default_rows(steering, num_slots) if steering else None
+    slots = Slots(*counts, np.zeros((num_slots,), bool), history, draft, *adapters, added)  # pyright: ignore
     # Filled here and sent: a fill on the device is a program to compile, for each shape.
     return jax.device_put((slots, batch), may_alias=False)
 
@@ -122,7 +130,7 @@ def _given(arguments: tuple[Any, ...], place: int) -> Any:
 
 @partial(
     LargeProgram,
-    outputs=lambda *given: (given[2], 0, 0, _given(given, 8)),
+    outputs=lambda *given: (given[2], 0, 0, _given(given, 8), dict.fromkeys(given[0].taps, 0)),
     static_argnums=(0, 5, 6),
     donate_argnums=(2, 8),
 )
@@ -136,21 +144,24 @@ def step(
     num_hidden: int | None = None,
     observer: ObservingDraft | None = None,
     own: PagedCache | None = None,
-) -> tuple[PagedCache, jax.Array, jax.Array, PagedCache | None]:
+) -> tuple[PagedCache, jax.Array, jax.Array, PagedCache | None, dict[str, jax.Array]]:
     """Stores prompt tokens and the newest ones of decoding slots, in one pass over the weights, which `observer`
     observes with a cache of its own. Donates both caches.
 
     Returns the cache, the logits float32 [B, V] of each slot's last row, for `sample_step`, the final hidden states
-    [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step, and the observer's
-    cache. `is_uniform` gives every token the same arithmetic, whether it comes with its prompt's other tokens or alone.
+    [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step, the observer's
+    cache, and the model's tapped states, float32 [T, D] by name. `is_uniform` gives every token the same arithmetic,
+    whether it comes with its prompt's other tokens or alone.
     """
     slots = take_rows(slots, work.page_tables[0].shape[0])
     caches = cache, own
-    (cache, own), logits, hidden = _one_pass(model, model.bind(weights), caches, slots, work, is_uniform, observer)
+    (cache, own), logits, hidden, states = _one_pass(
+        model, model.bind(weights), caches, slots, work, is_uniform, observer
+    )
     num_tokens = work.tokens.shape[0]
     if num_hidden is not None and num_hidden > num_tokens:
         hidden = jnp.pad(hidden, ((0, num_hidden - num_tokens), (0, 0)))
-    return cache, logits, replicate(model.mesh, hidden), own
+    return cache, logits, replicate(model.mesh, hidden), own, replicate(model.mesh, states)
 
 
 def _one_pass(
@@ -161,8 +172,8 @@ def _one_pass(
     work: StepWork,
     is_uniform: bool,
     observer: ObservingDraft | None,
-) -> tuple[BothCaches, jax.Array, jax.Array]:
-    """The caches, logits and hidden states of `step`, for the slots of its rows."""
+) -> tuple[BothCaches, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """The caches, logits, hidden and tapped states of `step`, for the slots of its rows."""
     cache, own = caches
     num_tokens, num_slots, rows = work.tokens.shape[0], work.page_tables[0].shape[0], work.slots
     lengths, ends = rows.lengths(slots), rows.ends(slots)
@@ -178,17 +189,28 @@ def _one_pass(
     if model.mesh is not None and parallel.axis_of(model.mesh, "tokens") is not None:  # each device has its rows
         cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
         tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
-    observed, tap = collect(() if observer is None else observer.proposer.taps)
-    hidden = decoder.for_rows(slots.adapters_of(slot, positions))(tokens, positions, attend, tap)
+    tapped, tap = collect(all_taps(model, observer))
+    target = decoder.for_rows(slots.adapters_of(slot, positions)).steered(slots.steering, slot)
+    hidden = target(tokens, positions, attend, tap)
     if observer is not None:
         pass_rows = tokens, positions, rows.query_starts, lengths
-        own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
+        own = _observe(model, observer, own, slots, pass_rows, work.page_tables, tapped)
     last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
     head = uniform_logits if is_uniform else _logits
     logits = head(decoder, hidden[last], slots.adapters)
     if model.mesh is not None:
         logits = lax.with_sharding_constraint(logits, logits_sharding(model.mesh, logits))
-    return (attend.cache, own), logits, hidden
+    return (attend.cache, own), logits, hidden, returned_taps(model, tapped)
+
+
+def all_taps(model: ProgramModel, observer: ObservingDraft | None) -> tuple[str, ...]:
+    """Names of the hidden states that a pass collects: those that it returns, and those that a draft observes."""
+    return model.taps if observer is None else (*model.taps, *observer.proposer.taps)
+
+
+def returned_taps(model: ProgramModel, tapped: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The collected states that a pass returns, in float32."""
+    return {name: tapped[name].astype(jnp.float32) for name in model.taps}
 
 
 def _logits(decoder: Decoder, hidden: jax.Array, adapters: jax.Array | None) -> jax.Array:
@@ -267,6 +289,7 @@ def _sample_rows(
         draft=record(slots.draft, ends, samples.tokens, took_part),
         adapters=slots.adapters,
         adapter_starts=slots.adapter_starts,
+        steering=slots.steering,
     )
     return new_slots, StepOutput(encode_tokens(samples, is_produced, takes_part), samples)
 
@@ -284,13 +307,16 @@ def _uniform_step(
 ) -> tuple[BothCaches, Slots, StepOutput]:
     """The pass of `step` and `sample_step` where all slots that are scheduled decode."""
     rows = decoding_work(work, num_rows, model.policy.needs_prompt_lengths)
-    caches, logits, _ = _one_pass(model, decoder, caches, slots, rows, True, observer)
-    return caches, *_sample_rows(slots, batch, rows.slots, logits, tables)
+    caches, logits, _, states = _one_pass(model, decoder, caches, slots, rows, True, observer)
+    new_slots, output = _sample_rows(slots, batch, rows.slots, logits, tables)
+    # Each slot decodes in the row of its number.
+    states = {name: of_rows[: slots.tokens.shape[0]] for name, of_rows in states.items()}
+    return caches, new_slots, replace(output, states=states)
 
 
 @partial(
     LargeProgram,
-    outputs=lambda *given: (*given[2:4], OUTPUT, _given(given, 10)),
+    outputs=lambda *given: (*given[2:4], _output_of(given[0]), _given(given, 10)),
     static_argnums=(0, 6, 8),
     donate_argnums=(2, 3, 10),
 )
@@ -325,12 +351,12 @@ def decode(
         lengths = is_decoding.astype(jnp.int32)
         newest = SlotRows(rows, slots.positions, lengths, 1, mesh=model.mesh)
         attend = model.policy.attend_slots(model.config, cache, work.page_tables, newest)
-        target = decoder.for_rows(slots.adapters)
-        observed, tap = collect(() if observer is None else observer.proposer.taps)
+        target = decoder.for_rows(slots.adapters).steered(slots.steering)
+        tapped, tap = collect(all_taps(model, observer))
         hidden = target(slots.tokens, slots.positions, attend, tap)
         if observer is not None:
             pass_rows = slots.tokens, slots.positions, rows, lengths
-            own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
+            own = _observe(model, observer, own, slots, pass_rows, work.page_tables, tapped)
         samples = _sample(target.logits(hidden), slots.positions + 1, batch, slots.history, tables, is_used=is_decoding)
         took_part = is_decoding & samples.ok
         remaining = slots.remaining - took_part
@@ -344,9 +370,11 @@ def decode(
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
             adapters=slots.adapters,
             adapter_starts=slots.adapter_starts,
+            steering=slots.steering,
         )
-        caches = attend.cache, own
-        return caches, new_slots, StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
+        states = returned_taps(model, tapped)
+        output = StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples, states)
+        return (attend.cache, own), new_slots, output
 
     def body(carry):
         count, caches, slots, outputs = carry

@@ -7,7 +7,7 @@ over the accepted tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxinfer.cache import PagedCache, PageTables
 from jaxinfer.cache.policy.contract import SlotRows
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights, uniform_logits
-from jaxinfer.engine.programs.paged import constrain_sharding, replicate, take_rows, write_rows
+from jaxinfer.engine.programs.paged import constrain_sharding, replicate, returned_taps, take_rows, write_rows
 from jaxinfer.engine.programs.work import INVALID_LOGITS, NO_TOKEN, Slots, StepOutput
 from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.models import Decoder, collect
@@ -126,7 +126,7 @@ def speculate(
         jnp.int32(0),
         (cache, draft_cache),
         slots,
-        _no_outputs(max_rounds * (drafter.tree.depth + 1), num_slots, batch.vocab_size),
+        _no_outputs(model, max_rounds * (drafter.tree.depth + 1), num_slots, batch.vocab_size),
         jnp.zeros((num_slots,), jnp.int32),
         RoundCounts(nothing, nothing),
     )
@@ -155,8 +155,9 @@ class _Round:
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
         num_nodes = self.model.policy.limit_rows(slots.positions, num_nodes)
         num_nodes = jnp.where(is_active, num_nodes, 0)
+        own = slots.adapters, slots.steering
         rows = DraftRows(
-            slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables, slots.adapters
+            slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables, *own
         )
         with jax.named_scope("draft"):
             state, proposal = self.proposer.propose(DraftState(cache, draft_cache, slots.draft), rows, tree)
@@ -180,7 +181,7 @@ class _Round:
             draft_cache = self.proposer.keep(draft_cache, *moved)
         positions = rows.positions + state.num_tokens
         path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
-        if taps:
+        if self.drafter.proposer.taps:
             seen = _accepted(rows, path, nodes.at(state.path), state.num_tokens, slots.draft, taps)
             draft_cache = self.proposer.observe(draft_cache, seen)
         new_slots = Slots(
@@ -192,7 +193,10 @@ class _Round:
             draft=_extend_sequences(draft_slots, rows, path, state.newest, positions, jnp.arange(tree.depth + 1)),
             adapters=slots.adapters,
             adapter_starts=slots.adapter_starts,
+            steering=slots.steering,
         )
+        if self.model.taps:
+            outputs = _with_states(outputs, self.model, taps, nodes.at(state.path), num_tokens, state.num_tokens)
         # Where an answer ended with an accepted draft token, the target did not judge those after it.
         is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
         proposed = jnp.where(is_cut, state.num_accepted, proposal.num_nodes - 1)
@@ -226,7 +230,7 @@ def verify(
     drafter: Drafter,
 ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
     """The target's pass over nodes [T] of all slots. Returns what stored them (`attend_ragged`), whose `commit` makes
-    the cache, the final hidden states [T, D], and those that the draft observes, by name."""
+    the cache, the final hidden states [T, D], and those that the draft observes or the pass returns, by name."""
     count, num_nodes = nodes.num_rows, proposal.tokens.shape[1]
     tree, padding = drafter.tree, max(drafter.min_rows - count, 0)
     depths, ancestors = jnp.asarray(tree.depths), None
@@ -237,8 +241,8 @@ def verify(
     attend = model.policy.attend_slots(model.config, cache, rows.page_tables, slots)
     tokens, positions = proposal.tokens[nodes.slots, nodes.nodes], rows.positions[nodes.slots] + depths[nodes.nodes]
     tokens, positions, slot = (jnp.pad(x, (0, padding)) for x in (tokens, positions, nodes.slots))
-    taps, tap = collect(drafter.proposer.taps)
-    hidden = target.for_rows(rows.adapters, slot)(tokens, positions, attend, tap)
+    taps, tap = collect((*model.taps, *drafter.proposer.taps))
+    hidden = target.for_rows(rows.adapters, slot).steered(rows.steering, slot)(tokens, positions, attend, tap)
     return attend, hidden[:count], {name: states[:count] for name, states in taps.items()}
 
 
@@ -301,12 +305,32 @@ def _keep(
         lambda all_: all_,
         outputs.samples,
     )
-    return StepOutput(write(outputs.tokens, tokens), kept)
+    return StepOutput(write(outputs.tokens, tokens), kept, outputs.states)
 
 
-def _no_outputs(num_rows: int, num_slots: int, vocab_size: int) -> StepOutput:
+def _with_states(
+    outputs: StepOutput,
+    model: ProgramModel,
+    taps: dict[str, jax.Array],
+    path: jax.Array,
+    num_before: jax.Array,
+    num_kept: jax.Array,
+) -> StepOutput:
+    """Adds the tapped states [T, D] of the first `num_kept` int32[S] tokens of the accepted path: those of the rows
+    int32[S, D + 1] of the pass."""
+    slot, steps = jnp.arange(path.shape[0])[:, None], jnp.arange(path.shape[1])
+    rows = jnp.where(steps < num_kept[:, None], num_before[:, None] + steps, outputs.tokens.shape[0])
+    states = {
+        name: outputs.states[name].at[rows, slot].set(new[path], mode="drop")
+        for name, new in returned_taps(model, taps).items()
+    }
+    return replace(outputs, states=states)
+
+
+def _no_outputs(model: ProgramModel, num_rows: int, num_slots: int, vocab_size: int) -> StepOutput:
     empty = no_logprobs(num_slots, MAX_LOGPROBS, vocab_size)
     leaves = {name: jnp.broadcast_to(leaf, (num_rows, *leaf.shape)) for name, leaf in vars(empty).items()}
     tokens = jnp.full((num_rows, num_slots), NO_TOKEN, jnp.int32)
     samples = SampleOutput(tokens=jnp.zeros_like(tokens), ok=jnp.zeros(tokens.shape, bool), **leaves)
-    return StepOutput(tokens, samples)
+    shape = num_rows, num_slots, model.config.hidden_size
+    return StepOutput(tokens, samples, {name: jnp.zeros(shape, jnp.float32) for name in model.taps})

@@ -3,7 +3,7 @@
 Shapes use the legend of jaxinfer/README.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ class Slots:
       draft: what drafting needs to know of each slot; None in an engine that never speculates.
       adapters: int32[S], the adapter of each slot's request; None for a model whose weights hold none. adapter_starts:
         int32[S], the position from which it changes the model.
+      steering: float32[S, D] by layer ("3"), what each slot's request adds to the hidden states after it, zeros for
+        nothing; None in an engine without `steered_layers`.
     """
 
     tokens: jax.Array
@@ -39,6 +41,7 @@ class Slots:
     draft: DraftSlots | None = None
     adapters: jax.Array | None = None
     adapter_starts: jax.Array | None = None
+    steering: dict[str, jax.Array] | None = None
 
     def adapters_of(self, slot: jax.Array, positions: jax.Array) -> jax.Array | None:
         """int32[T], the adapters of rows of slots int32[T] at positions int32[T]; None where there are none."""
@@ -120,10 +123,13 @@ class StepOutput:
       tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or INVALID_LOGITS where
         its logits hold a NaN or infinity, or leave no token. All that most requests need, in one array.
       samples: the rest, for requests that ask for log-probabilities.
+      states: of passes that store one token of a slot, the tapped hidden states [N, B, D] of that token by name; else
+        {}. A slot's steps stand together at the beginning, as its tokens do.
     """
 
     tokens: jax.Array
     samples: SampleOutput
+    states: dict[str, jax.Array] = field(default_factory=dict)
 
 
 def decoding_work(work: DecodeWork, num_rows: int, has_prompt_lengths: bool) -> StepWork:
