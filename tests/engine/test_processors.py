@@ -41,6 +41,8 @@ VARIANTS = {
     "a tree of layers": ({"draft_tree": (2, 2, 1)}, "layers"),
     "a head": ({"num_draft_tokens": 3}, "head"),
 }
+# By rejection sampling, answers are others than those of plain decoding, where the sampler has a choice.
+OTHER_ANSWERS = {"maximal": ({"num_draft_tokens": 3, "acceptance": "maximal"}, "model")}
 GREEDY, SAMPLED = {"temperature": 0}, {"temperature": 1}
 
 
@@ -56,7 +58,7 @@ def draft_of(tiny, name: str) -> Draft:
 
 
 def open_engine(tiny, variant: str, **more) -> Engine:
-    options, draft = VARIANTS[variant]
+    options, draft = {**VARIANTS, **OTHER_ANSWERS}[variant]
     usual = CONTIGUOUS_OPTIONS if options.get("cache") == "contiguous" else OPTIONS
     return Engine(*tiny, EngineOptions(**{**usual, **options, **more}), draft=draft_of(tiny, draft))
 
@@ -123,7 +125,7 @@ def recurrent_answer(prompt: list[int], factor: int, count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("variant", quick(VARIANTS, "n-grams, host masks, few pages"))
+@pytest.mark.parametrize("variant", quick({**VARIANTS, **OTHER_ANSWERS}, "n-grams, host masks, few pages"))
 def test_a_processor_sees_all_tokens_before_each_that_is_chosen(tiny, variant):
     """Oracle: the same recurrence in Python. Drafts, preempted answers and several answers of a request included."""
     processor = Processor(recurrence, {"factor": RequestArray((), "int32", 1)})
