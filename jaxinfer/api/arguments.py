@@ -13,8 +13,10 @@ import numpy as np
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.steering import Steering
 from jaxinfer.loading import LiveModel
+from jaxinfer.models import check_taps
 from jaxinfer.option_names import NAMES, find, translated
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.store import alias_options
@@ -220,6 +222,26 @@ def options_of_each(
         RequestOptions(priority=rank, adapter=name, arrays=given, steering=added, **for_all)
         for rank, name, given, added in each
     ]
+
+
+def as_taps(taps: Any, spec: EngineSpec, *, has_hosts: bool) -> tuple[str, ...]:
+    """Names of hidden states that a pass of its own computes. Raises TypeError, ValueError for other things, on several
+    hosts, and under a policy that drops keys."""
+    names = check_taps(spec.config, as_names("taps", taps))
+    if names and has_hosts:
+        raise ValueError(f"taps={list(names)}: hidden states are for a model on one host")
+    if names and spec.policy.drops:
+        policy = spec.policy
+        raise ValueError(f"taps={list(names)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
+    return names
+
+
+def check_processors(options: LLMOptions, name: str, *, has_head: bool, has_hosts: bool) -> None:
+    """Raises ValueError for processors of a model without a head, and on several hosts."""
+    if options.processors and not has_head:
+        raise ValueError(f"processors change logits, and {name} has no head: it makes vectors only")
+    if options.processors and has_hosts:
+        raise ValueError("processors are for one process, and this model runs on several hosts")
 
 
 def with_steering(options: LLMOptions, has_hosts: bool) -> tuple[LLMOptions, Steering | None]:

@@ -10,10 +10,11 @@ from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapters import AdapterRegistry
 from jaxinfer.engine.client import Client
 from jaxinfer.engine.protocol import AnyEngine
-from jaxinfer.engine.weights import ModelWeights
+from jaxinfer.engine.weights import ModelWeights, WeightsView
 from jaxinfer.loading import LoadedModel, ReadAdapter
 from jaxinfer.models import Params
 from jaxinfer.models.adapter import Adapter
+from jaxinfer.param_dict import refuse
 from jaxinfer.progress import Stage
 
 UpdateMode = Literal["wait", "keep", "abort"]
@@ -25,6 +26,7 @@ class LiveWeights:
 
     name: str
     client: Client
+    _params: WeightsView[Params]
     _weights: list[ModelWeights]  # of the model, and of a draft that has some
     _loaded: LoadedModel | None
     _draft: LoadedModel | None
@@ -37,6 +39,18 @@ class LiveWeights:
     def engine(self) -> AnyEngine:
         """The engine that runs the requests. Raises RuntimeError once closed."""
         return self.client.engine
+
+    @property
+    def params(self) -> Params:
+        """The parameters, a nested dict that `bind` takes (docs/guides/own_code.md). It is read-only: `params.copy()`
+        is one of the same arrays to change, for `update_params` or a new `LLM((config, params, tokenizer))`."""
+        if self._weights:
+            self._weights[0].check_whole()
+        return self._params.value
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        refuse("llm.params = ...")
 
     @property
     def weights_version(self) -> str:

@@ -17,11 +17,12 @@ from jaxinfer.api.arguments import (
     adapters_of_each,
     as_conversations,
     as_count,
-    as_names,
     as_pairs,
     as_params,
     as_prompt,
     as_prompts,
+    as_taps,
+    check_processors,
     checked_options,
     each_request,
     options_of_each,
@@ -77,12 +78,12 @@ from jaxinfer.loading import (
     own_config,
     own_params,
 )
-from jaxinfer.models import ModelConfig, Params, check_taps
+from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.openai.fields import check_message_names
 from jaxinfer.openai.requests import AdapterTexts, TextModel, TextRequest
 from jaxinfer.parallel import hosts
-from jaxinfer.param_dict import ParamDict, refuse
+from jaxinfer.param_dict import ParamDict
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
@@ -181,10 +182,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         given = {name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()}
         chosen = with_room(chosen, [read.adapter for read in given.values()], self.config.vocab_size)
         check_adapters(chosen, loaded.fit, self._hosts is not None)
-        if chosen.processors and not loaded.has_head:
-            raise ValueError(f"processors change logits, and {self.name} has no head: it makes vectors only")
-        if chosen.processors and self._hosts is not None:
-            raise ValueError("processors are for one process, and this model runs on several hosts")
+        check_processors(chosen, self.name, has_head=loaded.has_head, has_hosts=self._hosts is not None)
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
         chosen, self.steering = with_steering(chosen, self._hosts is not None)
@@ -272,11 +270,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         with its number; nothing is generated then.
         """
         prompts = as_prompts(prompts)
-        taps = check_taps(self.config, as_names("taps", taps))
-        if taps and self._lockstep is not None:
-            raise ValueError(f"taps={list(taps)}: hidden states are for a model on one host")
-        if taps and (policy := self.engine.spec.policy).drops:
-            raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
+        taps = as_taps(taps, self.engine.spec, has_hosts=self._lockstep is not None)
         per_prompt = params_of_each(params, self.default_params, len(prompts))
         wanted = {"timeout": timeout, "cache_salt": cache_salt, "tapped_layers": tapped_layers}
         own = {"priority": priority, "adapter": adapter, "arrays": arrays, "steering": steering}
@@ -597,18 +591,6 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         return submitted
 
     # The engine.
-
-    @property
-    def params(self) -> Params:
-        """The parameters, a nested dict that `bind` takes (docs/guides/own_code.md). It is read-only: `params.copy()`
-        is one of the same arrays to change, for `update_params` or a new `LLM((config, params, tokenizer))`."""
-        if self._weights:
-            self._weights[0].check_whole()
-        return self._params.value
-
-    @params.setter
-    def params(self, params: Params) -> None:
-        refuse("llm.params = ...")
 
     def save(
         self, folder: str | Path, *, dtype: str = "auto", dequantize: bool = False, overwrite: bool = False

@@ -1,5 +1,6 @@
 """Programs compiled before their first use, several at once."""
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -11,10 +12,12 @@ import jax
 from jax.stages import Lowered
 
 from jaxinfer.engine.kept_programs import kept
+from jaxinfer.engine.weights import ModelWeights
 from pallas_kernels.platform import current_platform, num_cores
 
 Report = Callable[[str], None]
 MAX_JOBS = 8  # compilers of large models take gigabytes
+UPDATE_WAIT = 0.1  # seconds until programs are compiled ahead again, where weights were being replaced
 
 # Operations that XLA:GPU takes into a CUDA graph. With loop and conditionals inside a dispatch is one graph; otherwise
 # the host reads predicates in each step.
@@ -148,3 +151,19 @@ def compile_programs(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def compile_ahead(programs: Sequence[Program], weights: ModelWeights, is_stopped: Callable[[], bool]) -> None:
+    """Compiles programs, one after another, until `is_stopped`; it waits while the weights are being replaced."""
+    for program in programs:
+        while not is_stopped():
+            version = weights.version
+            try:
+                program.lower().compile()
+                break
+            except Exception:
+                if weights.is_whole and weights.version == version:
+                    raise
+                time.sleep(UPDATE_WAIT)
+        else:
+            return

@@ -19,7 +19,7 @@ from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied
 from jaxinfer.cache.state import zeros_of
 from jaxinfer.engine.adapter_stacks import AdapterStacks, HostAdapter
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
-from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
+from jaxinfer.engine.compiling import Program, Report, compile_ahead, compile_programs, default_jobs
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
@@ -58,7 +58,6 @@ from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
 from jaxinfer.training.fixed_forward import FixedShape, refusal
 
 COPIES = 8  # pages of one copy program
-UPDATE_WAIT = 0.1  # seconds until programs are compiled ahead again, where weights were being replaced
 
 
 @dataclass(frozen=True)
@@ -676,21 +675,8 @@ class ModelRunner:
         return len(self.all_programs) + num_small + num_tiers
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
-        """Compiles every program, one after another, and runs none: in another thread, while requests run. It waits
-        while the weights are being replaced."""
-        weights = self._adapted.root
-        for program in self.all_programs:
-            while not is_stopped():
-                version = weights.version
-                try:
-                    program.lower().compile()
-                    break
-                except Exception:
-                    if weights.is_whole and weights.version == version:
-                        raise
-                    time.sleep(UPDATE_WAIT)
-            else:
-                return
+        """Compiles every program, one after another, and runs none: in another thread, while requests run."""
+        compile_ahead(self.all_programs, self._adapted.root, is_stopped)
 
     @operation
     def _compile(self, num_jobs: int, report: Report = lambda name: None, runs: bool = False) -> None:
