@@ -4,6 +4,7 @@
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,13 @@ import numpy as np
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapters import AdapterRegistry
+from jaxinfer.engine.grammars import Grammars
 from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
+    BegunAnswer,
     CompletionOutput,
+    Logprob,
     Pooling,
     Prompt,
     Request,
@@ -26,8 +30,9 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
     TokenLogprob,
+    WeightsSpan,
 )
-from jaxinfer.engine.results import pooled_of, states_of, timings
+from jaxinfer.engine.results import end_of, pooled_of, states_of, timings
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.engine.steering import Steering
 from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
@@ -308,21 +313,65 @@ class Client(TakesPrompts):
             told = str(error) if max_tokens else str(error).replace("max_tokens=", "an answer of ")
             raise type(error)(f"{what}: {told}") from None
 
+    def begun(self, request: Request, answers: Sequence[BegunAnswer], *, what: str = "the prompt") -> Request:
+        """The request with the beginnings of its answers, one for each: their tokens are computed as those of a prompt
+        are, and text, counts and all that follows are as if they had been made here.
+
+        Raises ValueError for tokens with which no answer to it can begin, and for a request that wants more of them
+        than the tokens: log-probabilities of its prompt, or hidden states.
+        """
+        if len(answers) != request.params.n:
+            raise ValueError(f"{what}: {len(answers)} answers were begun, and n={request.params.n}")
+        if request.reads_hidden or request.options.tapped_layers:
+            raise ValueError(f"{what}: hidden states of its prompt are read, so its answers cannot be begun elsewhere")
+        vocab_size, ending = self.prompts_of(request.options.adapter).vocab_size, request.ending_ids
+        grammars = None if request.grammar is None else Grammars(self.engine.spec)
+        for number, answer in enumerate(answers):
+            ids = answer.token_ids
+            if (told := len(ids)) > request.max_tokens:
+                raise ValueError(f"{what}: answer {number} begins with {told} tokens, of {request.max_tokens} at most")
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise ValueError(f"{what}: answer {number} begins with {min(ids)} to {max(ids)} of {vocab_size} tokens")
+            if early := ending.intersection(ids[:-1]):
+                raise ValueError(f"{what}: answer {number} goes on after token {min(early)}, which ends answers")
+            if grammars is not None and ids:
+                rest = ids[:-1] if ids[-1] in ending else ids
+                grammars.add(SequenceState(request, number, tokens=[*request.token_ids, *rest]))
+        return replace(request, begun=tuple(answers))
+
     # Submit.
 
     def submit(self, request: Request) -> list[SequenceState]:
-        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them."""
+        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them. Those that had
+        ended when they were begun are not queued, and make no progress: `advance` has their text at once."""
         answers: list[SequenceState] = []
         try:
             for index in range(request.params.n):
                 answer = SequenceState(request, index, leader=answers[0] if answers else None)
                 answer.reader = _TextReader(answer, self._tokenizer_of(request))
-                self.engine.add(answer)
+                if request.begun:
+                    self._begin(answer, request.begun[index])
+                if not answer.is_finished:
+                    self.engine.add(answer)
                 answers.append(answer)
         except BaseException:
             self.abort(answers)
             raise
         return answers
+
+    def _begin(self, answer: SequenceState, begun: BegunAnswer) -> None:
+        """Gives an answer its first tokens, and ends it where they are all."""
+        answer.tokens += begun.token_ids
+        if answer.num_output:
+            answer.weights = [WeightsSpan(self.engine.weights.label)]
+        if answer.params.logprobs is not None:  # they were told by whoever made the tokens
+            answer.logprobs = [{token: Logprob(math.nan, 0)} for token in begun.token_ids]
+        end = end_of(answer, answer.tokens[-1]) if answer.num_output else None
+        if end is None and begun.has_ended:
+            end = "stop", None  # a stop string, which the text tells
+        if end is not None:
+            answer.finish_reason, answer.stop_reason = end
+            answer.arrived = answer.finished = time.monotonic()
 
     def submit_begun(self, request: Request, begun: Sequence[int]) -> SequenceState:
         """Queues the only answer of a request, which goes on after the tokens `begun`: fewer than it may have. Raises

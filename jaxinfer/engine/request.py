@@ -116,6 +116,18 @@ class AnswerOrigin:
     steering: str | None = None
 
 
+@dataclass(frozen=True)
+class BegunAnswer:
+    """The beginning of an answer that was made elsewhere, of the same request.
+
+    Attributes:
+      token_ids: its first tokens. has_ended: whether they are all, which a stop string may have ended.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    has_ended: bool = False
+
+
 PoolingKind = Literal["last", "mean", "cls"]
 
 
@@ -166,6 +178,7 @@ class Request:
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
       claimed: tokens of an answer that is checked, which `draft="claimed"` proposes.
       arrays: by name, arrays for processors, checked; others have their defaults.
+      begun: of each answer its beginning, after which it goes on; () for answers that begin here.
     """
 
     token_ids: Sequence[int]
@@ -186,6 +199,7 @@ class Request:
     deadline: float | None = None
     claimed: Sequence[int] = ()
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    begun: tuple[BegunAnswer, ...] = ()
 
     @property
     def origin(self) -> AnswerOrigin | None:

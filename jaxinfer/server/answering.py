@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.engine.request import BegunAnswer
 from jaxinfer.openai.bodies import SamplingFields
 from jaxinfer.openai.requests import BoundRequest, TextRequest
 from jaxinfer.sampling import SamplingParams
@@ -16,7 +17,14 @@ from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import AnswerForm, Generation
 from jaxinfer.server.http import EventStream, json_response, lease_for, record_of, while_connected, work_for
 from jaxinfer.server.models import Lease, ServedModel
-from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
+from jaxinfer.server.resume import (
+    SENT_TOKENS,
+    TELL_TOKENS,
+    StreamPosition,
+    begun_answers,
+    new_answer_id,
+    request_digest,
+)
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_length
 
@@ -90,7 +98,10 @@ async def _begin(
     if resumed is not None and len(resumed.choices) != job.num_answers:
         raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
-    generation = Generation(service, lease, job, record, resumed if body.stream else None)
+    begun = None if record.sent_tokens is None else _begun(model, body, job, resumed, record.sent_tokens)
+    tells = service.options.accept_sent_tokens and TELL_TOKENS in request.headers
+    resumed = resumed if body.stream else None
+    generation = Generation(service, lease, job, record, resumed, begun=begun, tells_tokens=tells)
     record.received_seconds = time.perf_counter() - record.start
     try:
         await while_connected(request.receive, generation.prepare())
@@ -162,12 +173,36 @@ def _resumed(request: Request, model: ServedModel, body: Any, digest: str) -> St
     return position
 
 
+def _begun(
+    model: ServedModel,
+    body: Any,
+    job: BoundRequest,
+    resumed: StreamPosition | None,
+    sent: Sequence[tuple[int, ...]],
+) -> list[BegunAnswer]:
+    """The beginnings of a stream's choices. Raises APIError where it cannot go on after them."""
+    if resumed is None or not body.stream:
+        raise refused(SENT_TOKENS, "tokens that were sent need the event's id, Last-Event-ID, and a stream")
+    if job.asked.num_kept is not None:
+        raise refused(SENT_TOKENS, "the request wants no tokens of its answer, so none were sent")
+    if not _is_exact(model):
+        told = (
+            "in this dtype a prompt's tokens are not computed as an answer's are: start the server with "
+            "--deterministic or --dtype float32, or resume the stream without the tokens"
+        )
+        raise APIError(409, told, param=SENT_TOKENS, code="not_resumable")
+    return begun_answers(resumed, sent)
+
+
+def _is_exact(model: ServedModel) -> bool:
+    spec = model.llm.engine.spec
+    return spec.is_deterministic or spec.dtype.name == "float32"
+
+
 def answer_headers(model: ServedModel, position: StreamPosition) -> dict[str, str]:
     """Headers of every answer: the seed that repeats it, and whether its stream can be resumed: `checked` means that it
     may turn out to differ, which the server then tells."""
-    spec = model.llm.engine.spec
-    is_exact = spec.is_deterministic or spec.dtype.name == "float32"
-    resumable = "no" if not model.is_resumable else "yes" if is_exact else "checked"
+    resumable = "no" if not model.is_resumable else "yes" if _is_exact(model) else "checked"
     return {"x-jaxinfer-seed": str(position.seed), "x-jaxinfer-resumable": resumable}
 
 

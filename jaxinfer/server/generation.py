@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxinfer.api.async_engine import AnswerStream
-from jaxinfer.engine.request import Request, RequestOptions, RequestOutput, StreamDelta
+from jaxinfer.engine.request import BegunAnswer, Request, RequestOptions, RequestOutput, StreamDelta
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import prompt_text, scored
 from jaxinfer.sampling.seeds import sample_seed
 from jaxinfer.server.admission import Ticket
-from jaxinfer.server.errors import APIError, unavailable
+from jaxinfer.server.errors import APIError, refused, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.models import Lease
 from jaxinfer.server.record import Record
-from jaxinfer.server.resume import Skipper, StreamPosition
+from jaxinfer.server.resume import SENT_TOKENS, Skipper, StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.reasoning import AnswerSplitter, prompt_end, starts_inside
@@ -57,11 +57,20 @@ class Generation:
     """One job of one client. `prepare`, then `events` to the end, or `run`; `close` in any case.
 
     Args:
-      lease: of the model, released with `close`. resumed: what the client has already.
+      lease: of the model, released with `close`. resumed: what the client has already. begun: of each choice, its first
+        tokens, which are not made again. tells_tokens: whether comments between the events tell the token ids.
     """
 
     def __init__(
-        self, service: Service, lease: Lease, job: BoundRequest, record: Record, resumed: StreamPosition | None = None
+        self,
+        service: Service,
+        lease: Lease,
+        job: BoundRequest,
+        record: Record,
+        resumed: StreamPosition | None = None,
+        *,
+        begun: Sequence[BegunAnswer] | None = None,
+        tells_tokens: bool = False,
     ):
         self._service, self._lease, self.model = service, lease, lease.model
         self.job, self.record = job, record
@@ -78,6 +87,7 @@ class Generation:
         self._outputs: list[RequestOutput | None] = []
         self._metrics, self._last = self.model.metrics, 0.0
         self._skippers = None if resumed is None else [Skipper(sent) for sent in resumed.choices]
+        self._begun, self._num_told = begun, [0] * job.num_answers if tells_tokens else None
         self._start = time.perf_counter()
         self._deadline = lease.deadline
         self._ticket: Ticket = self.model.admission.enter(
@@ -96,12 +106,19 @@ class Generation:
         salt = self._service.salt(self.record.key, job.asked.cache_salt)
         options = RequestOptions(job.asked.priority, self._seconds_left(), salt, self.model.adapter)
         try:
-            return [
+            requests = [
                 llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)
                 for number, (prompt, params) in enumerate(job.inputs(self.model.texts, self.model.answers))
             ]
         except (ValueError, TypeError) as error:
             raise job.refused(error) from error
+        if (begun := self._begun) is None:
+            return requests
+        try:
+            parts = (begun[start : start + job.params.n] for start in range(0, len(begun), job.params.n))
+            return [llm.client.begun(request, part) for request, part in zip(requests, parts, strict=True)]
+        except ValueError as error:
+            raise refused(SENT_TOKENS, str(error)) from error
 
     @property
     def is_resumed(self) -> bool:
@@ -133,6 +150,8 @@ class Generation:
             chunk = b""
             for delta in await source.read():
                 self._receive(delta)
+                if self._num_told is not None and delta.token_ids:
+                    chunk += self._told(delta)
                 if is_plain:
                     chunk += form.add(delta)
                 else:
@@ -142,6 +161,13 @@ class Generation:
         self._end()
         await self._make_coordinates()
         yield form.finish()
+
+    def _told(self, delta: StreamDelta) -> bytes:
+        """A comment with the number of a choice, how many of its tokens came before, and its new ones."""
+        assert self._num_told is not None
+        first, ids = self._num_told[delta.index], delta.token_ids
+        self._num_told[delta.index] = first + len(ids)
+        return b":tokens %d %d %b\n\n" % (delta.index, first, ",".join(map(str, ids)).encode())
 
     def _echoed(self, form: AnswerForm) -> bytes:
         """Events of the prompts' texts, if they are part of the answers."""

@@ -18,6 +18,7 @@ from jaxinfer.server.auth import OF_BROWSERS
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.record import RECORD, Record
+from jaxinfer.server.resume import SENT_TOKENS, split_sent_tokens
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop
 
@@ -64,6 +65,11 @@ async def read_body(request: Request, kind: type[Body], service: Service, *, use
         request, service, max_values(kind, service.largest_model_len(), service.options.max_n)
     )
     record = record_of(request.scope)
+    if (counts := request.headers.get(SENT_TOKENS)) is not None:
+        if not service.options.accept_sent_tokens:
+            told = "this server takes no tokens of answers that were begun elsewhere; see --accept-sent-tokens"
+            raise APIError(403, told, param=SENT_TOKENS, code="sent_tokens_refused")
+        data, record.sent_tokens = split_sent_tokens(data, counts)
     record.num_bytes = len(data)
     record.is_large = is_large(len(data), num_values)
     is_lenient = service.options.ignore_unknown_fields

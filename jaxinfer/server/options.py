@@ -92,6 +92,11 @@ class ServerOptions:
         "--allowed-origin",
         is_repeated=True,
     )
+    accept_sent_tokens: bool = _access(
+        False,
+        "For a front (jaxinfer front) before several servers: streams tell it their token ids, and a request may hand "
+        "over those that were sent, after which its answer goes on without making them again.",
+    )
     max_queued: int = _load(256, "Answers that may wait; a request beyond them is refused with status 429.", "N", min=1)
     max_queued_tokens: int = _load(
         1_000_000, "Prompt tokens that may wait, as estimated from the size of the text; beyond them 429.", "N", min=1

@@ -20,6 +20,7 @@ class Record:
       model: the name of the one that answers, "" before that is known. adapter: of the one that it answers with.
       load_seconds: that the request waited for the model to be loaded.
       is_large: whether work on the body is done outside of the event loop. timings: in the engine, of each prompt.
+      sent_tokens: behind the body, of each choice the token ids that its client has. None for none.
       received_seconds: from the request's arrival until it was queued; `queued_seconds` and `first_token_seconds` count
         from then. trace_context: the client's W3C headers.
     """
@@ -36,6 +37,7 @@ class Record:
     status: int = 0
     is_stream: bool = False
     is_large: bool = False
+    sent_tokens: Sequence[tuple[int, ...]] | None = None
     prompt: str | None = None
     seed: int | None = None
     num_prompt: int = 0
