@@ -17,6 +17,7 @@ from jaxinfer.cli.convert import convert
 from jaxinfer.cli.demo import demo
 from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
+from jaxinfer.cli.front import front
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.kv_report import kv_report
 from jaxinfer.cli.models import models
@@ -92,7 +93,7 @@ app = typer.Typer(
 
 GROUPS = {
     "Generate": {"demo": demo, "run": run, "generate": generate, "batch": batch, "chat": chat, "score": score}
-    | {"replay": replay, "verify-answer": verify_answer, "serve": serve, "ps": ps, "stop": stop},
+    | {"replay": replay, "verify-answer": verify_answer, "serve": serve, "front": front, "ps": ps, "stop": stop},
     "Models": {"pull": pull, "list": list_, "show": show, "create": create, "cp": copy, "rm": remove, "disk": disk},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"advise": advise, "plan": plan, "kv-report": kv_report, "warm": warm},

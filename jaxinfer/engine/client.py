@@ -342,8 +342,8 @@ class Client(TakesPrompts):
     # Submit.
 
     def submit(self, request: Request) -> list[SequenceState]:
-        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them. Those that had
-        ended when they were begun are not queued, and make no progress: `advance` has their text at once."""
+        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them. Those that
+        had ended when they were begun are not queued, and make no progress: `advance` has their text at once."""
         answers: list[SequenceState] = []
         try:
             for index in range(request.params.n):

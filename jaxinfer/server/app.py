@@ -96,7 +96,9 @@ async def ready(request: Request, service: Service) -> Response:
     """200 while new requests are answered; else 503, with the reason."""
     if (why := service.why_not_ready) is not None:
         raise unavailable(why, 5)
-    return json_response({"status": "ready"})
+    # For a front, which asks before it has a key: of several replicas all must give the same answers.
+    headers = {"x-jaxinfer-fingerprint": service.default.fingerprint} if service.is_one else {}
+    return json_response({"status": "ready"}, headers)
 
 
 async def version(request: Request, service: Service) -> Response:

@@ -12,7 +12,6 @@ import array
 import hashlib
 import re
 import secrets
-import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -140,8 +139,6 @@ def split_sent_tokens(data: bytes, counts: str) -> tuple[bytes, list[tuple[int, 
     if size > len(data):
         raise refused(SENT_TOKENS, f"{sum(numbers):,} tokens need {size:,} bytes, and the body has {len(data):,}")
     ids, start, sent = array.array("i", data[len(data) - size :]), 0, []
-    if sys.byteorder == "big":
-        ids.byteswap()
     for number in numbers:
         sent.append(tuple(ids[start : start + number]))
         start += number

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from jaxinfer import progress
 from jaxinfer.api.async_engine import AsyncEngine
@@ -89,10 +90,10 @@ def run_service(
     admin_keys = read_admin_keys(options.admin_keys, os.environ) if has_admins else None
     server = _Server(service, keys, admin_keys, first, on_ready)
     tracer = _tracer(options, service.models.default_name or "")
-    listeners = [_listen(options.host, options.port, options.send_timeout)]
+    listeners = [listen(options.host, options.port, options.send_timeout)]
     if options.weight_routes:
         try:
-            listeners.append(_listen(_LOOPBACK, options.admin_port, options.send_timeout))
+            listeners.append(listen(_LOOPBACK, options.admin_port, options.send_timeout))
         except OSError:
             listeners[0].close()
             raise
@@ -134,7 +135,7 @@ def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
     return open_tracer(options.otlp_endpoint, name)
 
 
-def _listen(host: str, port: int, send_timeout: float) -> socket.socket:
+def listen(host: str, port: int, send_timeout: float) -> socket.socket:
     """A listening socket. Raises OSError with the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -281,7 +282,7 @@ class CompilationLog:
             self._since, self._is_said = None, False
 
 
-class _Uvicorn(uvicorn.Server):
+class QuietUvicorn(uvicorn.Server):
     """Without its own handling of signals."""
 
     @contextlib.contextmanager
@@ -291,11 +292,16 @@ class _Uvicorn(uvicorn.Server):
 
 def make_uvicorn(
     service: Service, keys: Keys | None = None, admin_keys: Keys | None = None, *, for_admins: bool = False
-) -> _Uvicorn:
+) -> QuietUvicorn:
     """uvicorn for a service, to be given a listening socket. Arguments and errors as of `make_app`."""
+    return uvicorn_for(make_app(service, keys, admin_keys, for_admins=for_admins), service.options)
+
+
+def uvicorn_for(app: ASGIApp, options: ServerOptions) -> QuietUvicorn:
+    """uvicorn for an application, with the limits on connections that the options have."""
     config = uvicorn.Config(
-        make_app(service, keys, admin_keys, for_admins=for_admins),
-        http=limited_protocol(service.options),
+        app,
+        http=limited_protocol(options),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -304,4 +310,4 @@ def make_uvicorn(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(_FLUSH_SECONDS),
     )
-    return _Uvicorn(config)
+    return QuietUvicorn(config)

@@ -77,10 +77,10 @@ def test_headers_without_an_end_are_cut_off_and_an_address_in_use_is_told():
             else:
                 received = connection.recv(100)
                 assert received.startswith(b"HTTP/1.1 400")
-        from jaxinfer.server.run import _listen
+        from jaxinfer.server.run import listen
 
         with pytest.raises(OSError, match="cannot listen"):
-            _listen("127.0.0.1", server.port, 1.0)
+            listen("127.0.0.1", server.port, 1.0)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
 

@@ -10,7 +10,7 @@ from benchmarks.serving_overload import FLOOD, STEADY, Overload, OverloadOptions
 from benchmarks.serving_soak import Soak, SoakOptions, SoakReport, judge
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
-from jaxinfer.server.run import _listen
+from jaxinfer.server.run import listen
 from tests.server.conftest import is_idle
 from tests.server.test_bench_over_http import listening
 
@@ -56,7 +56,7 @@ def test_too_much_load_is_refused_and_nothing_is_lost(make_service, tmp_path):
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel gives up no connection by time")
 def test_a_connection_that_nobody_reads_is_given_up():
-    with _listen("127.0.0.1", 0, 0.3) as listener, socket.socket() as client:
+    with listen("127.0.0.1", 0, 0.3) as listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(listener.getsockname())
         served, _ = listener.accept()
