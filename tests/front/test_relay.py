@@ -225,15 +225,15 @@ def test_replicas_of_other_answers_get_no_requests(caplog):
         yield whole(200, "{}")
 
     async def both():
-        async with FakeReplica(answers) as one, FakeReplica(answers, "fp_2") as other:
-            async with front(one, other) as port:
-                for _ in range(4):
-                    assert (await ask(port))[0] == 200
-                assert (len(one.requests), len(other.requests)) == (4, 0)
-                one.is_ready = False
-                await asyncio.sleep(1.2)  # the last of its kind has gone: the others are in use
+        others = FakeReplica(answers, "fp_2")
+        async with FakeReplica(answers) as one, others as other, front(one, other) as port:
+            for _ in range(4):
                 assert (await ask(port))[0] == 200
-                assert len(other.requests) == 1
+            assert (len(one.requests), len(other.requests)) == (4, 0)
+            one.is_ready = False
+            await asyncio.sleep(1.2)  # the last of its kind has gone: the others are in use
+            assert (await ask(port))[0] == 200
+            assert len(other.requests) == 1
 
     caplog.set_level("INFO")
     asyncio.run(both())
