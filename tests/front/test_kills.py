@@ -114,7 +114,8 @@ def same(given, expected):
 async def watched(servers, port, num_kills, num_streams, generator):
     """Streams of all kinds, `num_streams` at once, until so many servers were killed under them; each of them against
     the answer of a server that is not disturbed. Returns how many there were, and the metrics."""
-    expected, num_answers, is_over = {}, 0, asyncio.Event()
+    expected, num_answers, is_over, has_servers = {}, 0, asyncio.Event(), asyncio.Event()
+    has_servers.set()
     pairs = [(kind, seed) for seed in (3, 4) for kind in range(len(KINDS))]
     for kind, seed in pairs:
         path, body = KINDS[kind]
@@ -123,6 +124,7 @@ async def watched(servers, port, num_kills, num_streams, generator):
     async def stream(number):
         nonlocal num_answers
         while not is_over.is_set():
+            await has_servers.wait()
             kind, seed = pairs[(number + num_answers) % len(pairs)]
             path, body = KINDS[kind]
             answer = read(path, body, await answered(port, path, body, seed))
@@ -131,13 +133,16 @@ async def watched(servers, port, num_kills, num_streams, generator):
 
     async def kill():
         for _ in range(num_kills):
-            await asyncio.sleep(generator.uniform(0.2, 0.8))
+            await asyncio.sleep(generator.uniform(0.5, 2.0))
             server = generator.choice(servers)
             server.kill()
-            if num_kills > 1:
+            await asyncio.sleep(1.0)
+            if num_kills > 1:  # while it starts the others would only take its processors
+                has_servers.clear()
                 await asyncio.to_thread(server.start)
                 await server.until_ready()
                 await asyncio.sleep(0.7)  # the front has seen it
+                has_servers.set()
         is_over.set()
 
     async with asyncio.TaskGroup() as group:
@@ -169,9 +174,11 @@ def run(num_servers, num_kills, num_streams):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_streams_of_all_kinds_outlive_many_kills():
-    num_answers, metrics = run(3, int(os.environ.get("JAXINFER_KILLS", "20")), 12)
+    num_kills = int(os.environ.get("JAXINFER_KILLS", "20"))
+    num_answers, metrics = run(3, num_kills, 12)
     print(num_answers, metrics)
-    assert num_answers > 50
-    assert int(metrics["jaxinfer_front_continued_total"]) > 20
+    assert num_answers > 5 * num_kills
+    assert int(metrics["jaxinfer_front_continued_total"]) > num_kills
     assert metrics["jaxinfer_front_given_up_total"] == "0"
