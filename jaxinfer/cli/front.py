@@ -13,7 +13,7 @@ def front(options: FrontOptions) -> int:
 
     A stream whose server dies goes on at another one, token for token, and its client sees nothing of it; a whole
     answer is asked for again. Each replica is `jaxinfer serve MODEL --accept-sent-tokens`, with the same options. Keys
-    are the replicas' (docs/guides/replicas.md).
+    are the replicas' (docs/scale_out.md).
     """
     try:
         from jaxinfer.front.run import run_front

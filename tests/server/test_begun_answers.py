@@ -55,9 +55,9 @@ def told_tokens(events):
     return tokens, others
 
 
-def continued(client, path, body, position, tokens, **headers):
-    """The request that goes on after what was sent."""
-    counts = [part.num_tokens for part in StreamPosition.read(position).choices]
+def continued(client, path, body, position, tokens, sent=None, **headers):
+    """The request that goes on after what was sent, or that says that so many tokens of each choice were."""
+    counts = sent or [part.num_tokens for part in StreamPosition.read(position).choices]
     ids = [tokens.get(index, [])[:count] for index, count in enumerate(counts)]
     data = json.dumps({**body, "stream": True}).encode() + b"".join(array.array("i", own).tobytes() for own in ids)
     headers |= {"last_event_id": position, SENT: ",".join(map(str, counts))}
@@ -167,6 +167,8 @@ def test_tokens_that_no_answer_begins_with_are_refused(client, make_service):
             data = json.dumps({**body, "stream": True}).encode()
             answer = await client.call("POST", path, body=data, last_event_id=at, **{SENT: wrong})
             assert (answer.status, answer.error["param"]) == (400, SENT)
+        status, error = await refused(tokens, sent=[3, 3])
+        assert (status, "and [3, 3] are given" in error["message"]) == (400, True)
         off = Client(make_app(make_service()))
         assert (await refused(tokens, client=off))[0] == 403
         assert not told_tokens(await off.stream(path, body, **{TELL: "1"}))[0]
