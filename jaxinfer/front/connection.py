@@ -5,6 +5,7 @@ A client library would take longer for each chunk than the whole front may.
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 import httptools
 
@@ -132,8 +133,7 @@ class ReplicaConnection(asyncio.Protocol):
     # Of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._has_begun, self._heard_at = True, self._loop.time()

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import uvloop
 
 from tests.front.fakes import ask, front
 from tests.server.test_begun_answers import joined
@@ -167,7 +168,7 @@ def run(num_servers, num_kills, num_streams):
             return await watched(servers, port, num_kills, num_streams, random.Random(1))
 
     try:
-        return asyncio.run(everything())
+        return uvloop.run(everything())
     finally:
         for server in servers:
             server.kill()

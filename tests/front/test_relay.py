@@ -5,6 +5,7 @@ import asyncio
 import json
 
 import pytest
+import uvloop
 
 from jaxinfer.front.options import FrontOptions
 from tests.front.fakes import ID, FakeReplica, ask, chunk, event, front, start, whole
@@ -49,7 +50,7 @@ def run(first, second, *, options=None, **request):
                 metrics = (await ask(port, "GET", "/metrics"))[2].decode()
                 return answer, one.requests, other.requests, metrics
 
-    return asyncio.run(both())
+    return uvloop.run(both())
 
 
 def test_a_stream_is_passed_on_and_its_tokens_are_kept_back():
@@ -236,7 +237,7 @@ def test_replicas_of_other_answers_get_no_requests(caplog):
             assert len(other.requests) == 1
 
     caplog.set_level("INFO")
-    asyncio.run(both())
+    uvloop.run(both())
     assert "its system_fingerprint is fp_2, and that of http://127.0.0.1" in caplog.text
 
 
@@ -258,7 +259,7 @@ def test_what_the_front_does_not_pass_on():
             assert one.requests[0][0].startswith("GET /v1/models?x=1 HTTP/1.1\r\n")
             assert f"host: 127.0.0.1:{one.port}" in one.requests[0][0]
 
-    asyncio.run(check())
+    uvloop.run(check())
 
 
 def test_without_a_ready_replica_requests_wait_and_then_get_503():
@@ -270,7 +271,7 @@ def test_without_a_ready_replica_requests_wait_and_then_get_503():
             status, head, _ = await ask(port)
             assert (status, "retry-after: 5" in head, one.requests) == (503, True, [])
 
-    asyncio.run(check())
+    uvloop.run(check())
 
 
 def test_a_client_that_leaves_ends_the_answer():
@@ -294,7 +295,7 @@ def test_a_client_that_leaves_ends_the_answer():
                 metrics = (await ask(port, "GET", "/metrics"))[2]
                 await asyncio.sleep(0.02)
 
-    asyncio.run(asyncio.wait_for(check(), 20))
+    uvloop.run(asyncio.wait_for(check(), 20))
 
 
 def test_options_that_make_no_front_are_refused():
