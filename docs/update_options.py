@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli import options
+from jaxinfer.front.options import FrontOptions
 from jaxinfer.option_names import NAMES, OtherName
 from jaxinfer.options import Description, describe
 from jaxinfer.sampling.params import SamplingParams
@@ -30,6 +31,7 @@ TABLES = (
     ),
     ("Sampling", "Fields of `SamplingParams` and flags of the commands that generate.", SamplingParams),
     ("Server", "Flags of `jaxinfer serve`, fields of `jaxinfer.server.options.ServerOptions`.", ServerOptions),
+    ("Front", "Flags of `jaxinfer front`, fields of `jaxinfer.front.options.FrontOptions`.", FrontOptions),
     ("Several hosts", "Flags of `jaxinfer generate` and `jaxinfer batch`.", options.HostsOptions),
 )
 

@@ -82,7 +82,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._body.clear()
         self._num_unread = 0
         if self._is_paused and self._transport is not None:
-            self._is_paused = False
+            self._is_paused, self._heard_at = False, self._loop.time()
             self._transport.resume_reading()
         return data
 

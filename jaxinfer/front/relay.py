@@ -1,5 +1,7 @@
 """One request on its way through the front: dispatched, passed on, and continued at another replica."""
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ from jaxinfer.server.resume import SENT_TOKENS, TELL_TOKENS
 
 _LOG = logging.getLogger("jaxinfer.front")
 _MOST_DEATHS = 2  # of replicas that answer a request, without anything new in between; then it is not tried again
+_LAST_SECONDS = 1.0  # for the last bytes of a stream whose end has come
 _CONTINUED = ("/v1/chat/completions", "/v1/completions")  # whose events have ids
 _OF_A_CONNECTION = frozenset(
     (
@@ -244,6 +247,10 @@ class Relay:
         if sent.error is not None:
             await self._pass(sent.error)
         await self._end()
+        with contextlib.suppress(ReplicaLostError, TimeoutError):  # to its end, so that the connection can be kept
+            async with asyncio.timeout(_LAST_SECONDS):
+                while await connection.read():
+                    pass
         return True
 
     async def _start(self, connection: ReplicaConnection) -> None:

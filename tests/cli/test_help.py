@@ -35,7 +35,7 @@ def test_help_of_a_command_names_all_its_options(jaxinfer, name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"chat", "generate", "score", "serve"}))
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"chat", "front", "generate", "score", "serve"}))
 def test_reporting_commands_have_json(jaxinfer, name):
     assert "--json" in jaxinfer(name, "--help").stdout
 

@@ -19,6 +19,7 @@ class FakeReplica:
     def __init__(self, script, fingerprint="fp_1"):
         self.script, self.fingerprint = script, fingerprint
         self.requests: list[tuple[str, bytes]] = []
+        self.peers: list[tuple] = []  # from which the requests came
         self.is_ready = True
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task] = set()
@@ -50,6 +51,7 @@ class FakeReplica:
                     )
                     continue
                 self.requests.append((head, body))
+                self.peers.append(writer.get_extra_info("peername"))
                 async for part in self.script(head, body):
                     if part is None:
                         writer.transport.abort()

@@ -8,6 +8,7 @@ import pytest
 import uvloop
 
 from jaxinfer.front.options import FrontOptions
+from jaxinfer.front.replicas import Replica
 from tests.front.fakes import ID, FakeReplica, ask, chunk, event, front, start, whole
 
 DONE = "data: [DONE]\n\n"
@@ -296,6 +297,69 @@ def test_a_client_that_leaves_ends_the_answer():
                 await asyncio.sleep(0.02)
 
     uvloop.run(asyncio.wait_for(check(), 20))
+
+
+def test_a_client_that_does_not_read_costs_its_own_stream_only():
+    sent = []
+
+    async def much(head, body):
+        yield start()
+        for _ in range(300):
+            sent.append(1)
+            yield chunk("id: x\ndata: " + "y" * (1 << 18) + "\n\n")
+        yield chunk(DONE) + b"0\r\n\r\n"
+
+    def script(head, body):
+        return much(head, body) if body == b"{}" else stream(event(1), DONE)(head, body)
+
+    async def check():
+        async with FakeReplica(script) as one, front(one, stall_timeout=0.5) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}")
+            await reader.readuntil(b"data: ")
+            for _ in range(5):
+                assert (await ask(port, body=b"[]"))[2].decode() == shown(1) + DONE
+                await asyncio.sleep(0.2)
+            assert len(sent) < 150  # the rest waits at the replica
+            data = b""
+            while DONE.encode() not in data:
+                data = data[-100:] + await reader.read(1 << 20)
+            assert len(sent) == 300
+            writer.close()
+
+    uvloop.run(asyncio.wait_for(check(), 60))
+
+
+def test_connections_are_kept_and_a_closed_one_is_no_death():
+    async def answers(head, body):
+        yield whole(200, "{}")
+        if body == b"last":
+            yield None
+
+    def script(head, body):
+        return stream(event(1), DONE)(head, body) if body == b"stream" else answers(head, body)
+
+    async def check():
+        async with FakeReplica(script) as one, front(one) as port:
+            for body in (b"stream", b"{}", b"last", b"{}", b"{}"):
+                await asyncio.sleep(0.05)
+                assert (await ask(port, body=body))[0] == 200
+            assert len(set(one.peers)) == 2
+            assert b"jaxinfer_front_lost_total 0\n" in (await ask(port, "GET", "/metrics"))[2]
+
+    uvloop.run(check())
+
+
+def test_replicas_of_a_public_front_need_keys():
+    async def look(status):
+        async def script(head, body):
+            yield whole(status, "{}")
+
+        async with FakeReplica(script) as one:
+            return await Replica(one.url, 30.0).look(needs_keys=True)
+
+    assert uvloop.run(look(401)) is None
+    assert "--api-keys" in uvloop.run(look(200))
 
 
 def test_options_that_make_no_front_are_refused():
