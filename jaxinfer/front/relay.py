@@ -179,6 +179,8 @@ class Relay:
             if self._has_started:
                 if connection.status != 200:
                     return await self._take_refusal(await _whole(connection))
+                if self._sent is not None:
+                    _LOG.info("replica %s goes on with a stream after %d events", replica.url, self._sent.num_events)
             elif not is_stream:
                 return await self._pass_whole(connection)
             self._is_stream = True
