@@ -399,9 +399,6 @@ class AsyncEngine:
             return
         self._readers |= dict.fromkeys(reader.answers, reader)
         reader.take()
-        for answer in reader.request.begun and reader.answers:
-            if answer.is_finished:  # it had ended when it was begun
-                self._deliver(answer)
 
     def _add_held(self) -> None:
         held, self._held = self._held, {}

@@ -342,8 +342,8 @@ class Client(TakesPrompts):
     # Submit.
 
     def submit(self, request: Request) -> list[SequenceState]:
-        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them. Those that
-        had ended when they were begun are not queued, and make no progress: `advance` has their text at once."""
+        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them. One that had
+        ended when it was begun is not queued: `take_progress` has it at once."""
         answers: list[SequenceState] = []
         try:
             for index in range(request.params.n):
@@ -351,7 +351,9 @@ class Client(TakesPrompts):
                 answer.reader = _TextReader(answer, self._tokenizer_of(request))
                 if request.begun:
                     self._begin(answer, request.begun[index])
-                if not answer.is_finished:
+                if answer.is_finished:
+                    self._progressed[answer] = None
+                else:
                     self.engine.add(answer)
                 answers.append(answer)
         except BaseException:

@@ -65,8 +65,8 @@ class Server:
         self.url = self.process.stdout.readline().strip()
         self.port = int(self.url.rpartition(":")[2])
 
-    def kill(self):
-        self.process.kill()
+    def kill(self, *, gently=False):
+        self.process.terminate() if gently else self.process.kill()
         self.process.wait()
         self.process.stdout.close()
 
@@ -133,10 +133,10 @@ async def watched(servers, port, num_kills, num_streams, generator):
             num_answers += 1
 
     async def kill():
-        for _ in range(num_kills):
+        for number in range(num_kills):
             await asyncio.sleep(generator.uniform(0.5, 2.0))
             server = generator.choice(servers)
-            server.kill()
+            await asyncio.to_thread(server.kill, gently=number % 4 == 3)  # as a rolling update ends it
             await asyncio.sleep(1.0)
             if num_kills > 1:  # while it starts the others would only take its processors
                 has_servers.clear()
