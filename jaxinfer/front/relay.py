@@ -17,6 +17,7 @@ from jaxinfer.server.resume import SENT_TOKENS, TELL_TOKENS
 
 _LOG = logging.getLogger("jaxinfer.front")
 _MOST_DEATHS = 2  # of replicas that answer a request, without anything new in between; then it is not tried again
+_UNAVAILABLE = b'"type":"%b"' % unavailable("", 1).type.encode()
 _LAST_SECONDS = 1.0  # for the last bytes of a stream whose end has come
 _CONTINUED = ("/v1/chat/completions", "/v1/completions")  # whose events have ids
 _OF_A_CONNECTION = frozenset(
@@ -280,7 +281,7 @@ async def _whole(connection: ReplicaConnection) -> bytes:
 
 def _is_unavailable(event: bytes) -> bool:
     """True if an error event says that the server, not the request, is the reason."""
-    return b'"type":"service_unavailable_error"' in event
+    return _UNAVAILABLE in event
 
 
 def _number(text: bytes | None) -> int | None:

@@ -4,11 +4,13 @@ import array
 import asyncio
 import json
 
+import msgspec
 import pytest
 import uvloop
 
 from jaxinfer.front.options import FrontOptions
 from jaxinfer.front.replicas import Replica
+from jaxinfer.server.errors import unavailable
 from tests.front.fakes import ID, FakeReplica, ask, chunk, event, front, start, whole
 
 DONE = "data: [DONE]\n\n"
@@ -77,7 +79,7 @@ def test_a_stream_is_passed_on_and_its_tokens_are_kept_back():
         (event(3)[:40], None),
         (USAGE, None),  # it comes again with the end
         (),
-        ('data: {"error":{"message":"it goes","type":"service_unavailable_error"}}\n\n',),
+        (f"data: {msgspec.json.encode(unavailable('it goes', 5).openai()).decode()}\n\n",),
     ],
     ids=["dies", "dies within an event", "dies before the end", "ends without an end", "drains"],
 )

@@ -47,6 +47,14 @@ FAULTS = (
         "the answer is of another seed than the one in its headers",
     ),
     Fault(
+        "front/servers-that-go-end-their-streams",
+        "jaxinfer/front/relay.py",
+        "return _UNAVAILABLE in event",
+        "return False",
+        (RELAY + "test_another_replica_goes_on_after_the_last_whole_event[drains]",),
+        "the streams of a server that is shut down end with an error",
+    ),
+    Fault(
         "front/servers-of-different-answers",
         "jaxinfer/front/replicas.py",
         "replica.fingerprint != used[0].fingerprint",
