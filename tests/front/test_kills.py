@@ -136,7 +136,7 @@ async def watched(servers, port, num_kills, num_streams, generator):
         for number in range(num_kills):
             await asyncio.sleep(generator.uniform(0.5, 2.0))
             server = generator.choice(servers)
-            await asyncio.to_thread(server.kill, gently=number % 4 == 3)  # as a rolling update ends it
+            await asyncio.to_thread(server.kill, gently=number % 4 == 1)  # as a rolling update ends it
             await asyncio.sleep(1.0)
             if num_kills > 1:  # while it starts the others would only take its processors
                 has_servers.clear()
