@@ -1,11 +1,15 @@
 """Writes docs/options.md and the tables of docs/serving.md: all options, from the dataclasses that describe them."""
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli import options
+from jaxinfer.cli.main import app
 from jaxinfer.front.options import FrontOptions
 from jaxinfer.option_names import NAMES, OtherName
 from jaxinfer.options import Description, describe
@@ -75,10 +79,22 @@ def serving_page() -> str:
     return before + start + server_tables() + end + rest.partition(end)[2]
 
 
+@cache
+def _taken_flags() -> frozenset[str]:
+    """Flags that some command takes; other options are for Python alone."""
+    groups, flags = [typer.main.get_command(app)], set()
+    while groups:
+        group = groups.pop()
+        groups += getattr(group, "commands", {}).values()
+        flags |= {flag for given in group.params for flag in (*given.opts, *given.secondary_opts)}
+    return frozenset(flags)
+
+
 def _row(name: str, about: Description, default: Any, has_name: bool = True) -> str:
     flags = about.flags or (f"--{name.replace('_', '-')}",)
-    flag = ", ".join(flags) + (f" {about.metavar}" if about.metavar else "")
-    cells = [f"`{name}`"] * has_name + [f"`{flag}`", _default(default), about.help]
+    taken = any(part in _taken_flags() for flag in flags for part in flag.split("/"))
+    flag = "`" + ", ".join(flags) + (f" {about.metavar}" if about.metavar else "") + "`" if taken else ""
+    cells = [f"`{name}`"] * has_name + [flag, _default(default), about.help]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -779,7 +779,7 @@ def own_params(tree: Any, config: ModelConfig) -> Params:
     if other is None:
         return tree
     other.check()
-    return other.params()
+    return other.params(copies=True)  # a trainer donates its own
 
 
 def _keeps_dtype(path: Sequence[str], leaf: Any) -> bool:

@@ -49,8 +49,8 @@ class RequestArray:
         object.__setattr__(self, "default", _frozen(np.broadcast_to(default, self.shape)))
 
     def checked(self, value: Any, what: str) -> np.ndarray:
-        """A request's array, copied. Python numbers and lists take the dtype; arrays must have it. Raises ValueError,
-        with `what`, for another shape or dtype, and for NaN."""
+        """A request's array, copied unless nobody can change it. Python numbers and lists take the dtype; arrays must
+        have it. Raises ValueError, with `what`, for another shape or dtype, and for NaN."""
         array = self._converted(value, what)
         if array.shape != self.shape:
             raise ValueError(f"{what} has shape {list(array.shape)}, and is declared with {list(self.shape)}")
@@ -69,7 +69,7 @@ class RequestArray:
         if array.dtype.kind == "f" and np.isnan(array).any():
             raise ValueError(f"{what} has NaN at {np.argwhere(np.isnan(array))[0].tolist()}")
         with np.errstate(over="ignore"):
-            converted = array.astype(dtype)
+            converted = array.astype(dtype, copy=False)
         is_kept = np.isinf(converted) == np.isinf(array) if dtype.kind == "f" else converted == array
         if not np.all(is_kept):
             raise ValueError(f"{what} has numbers from {array.min()} to {array.max()}, too large for {dtype}")
@@ -128,7 +128,14 @@ def from_plain(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return read
 
 
+def shared(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays for many requests, copied once: each request then takes them as they are."""
+    return {name: _frozen(np.asarray(value)) if hasattr(value, "dtype") else value for name, value in arrays.items()}
+
+
 def _frozen(array: np.ndarray) -> np.ndarray:
+    if array.base is None and not array.flags.writeable:
+        return array
     array = np.array(array)
     array.flags.writeable = False
     return array

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.programs.paged import write_arrays
-from jaxinfer.request_arrays import RequestArray, check_arrays, default_rows, row_of
+from jaxinfer.request_arrays import RequestArray, check_arrays, default_rows, row_of, shared
 
 SPECS = {
     "bias": RequestArray((4,)),
@@ -76,6 +76,17 @@ def test_an_array_is_copied_so_that_its_owner_may_change_it():
     allowed = check_arrays(SPECS, {"bias": [0, 1, -np.inf, 0]}, "processors")["bias"]
     assert allowed.dtype == np.float32
     assert allowed[2] == -np.inf
+
+
+def test_an_array_for_many_requests_is_copied_once():
+    given = {"bias": np.zeros(4, np.float32), "limit": 3}
+    each = [check_arrays(SPECS, shared(given), "processors")["bias"] for _ in range(2)]
+    assert each[0] is not each[1]  # two calls
+    for_all = shared(given)
+    own = [check_arrays(SPECS, for_all, "processors")["bias"] for _ in range(2)]
+    assert own[0] is own[1] is for_all["bias"]
+    given["bias"][0] = 1
+    assert own[0][0] == 0
 
 
 def test_a_slot_gets_its_arrays_and_the_defaults_of_others_by_one_program():

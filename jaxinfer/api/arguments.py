@@ -16,8 +16,9 @@ from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, Request, Re
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.steering import Steering
 from jaxinfer.loading import LiveModel
-from jaxinfer.models import check_taps
+from jaxinfer.models import ModelConfig, check_taps
 from jaxinfer.option_names import NAMES, find, translated
+from jaxinfer.request_arrays import shared
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.store import alias_options
 
@@ -197,7 +198,7 @@ def adapters_of_each(adapter: Any, count: int, what: str = "prompts") -> list[st
 def arrays_of_each(arrays: Any, count: int) -> list[Mapping[str, Any] | None]:
     """The arrays for processors of each of `count` prompts, from those for all or a list with one for each."""
     if arrays is None or isinstance(arrays, Mapping):
-        return [arrays] * count
+        return [arrays and shared(arrays)] * count
     if not isinstance(arrays, (list, tuple)) or not all(
         given is None or isinstance(given, Mapping) for given in arrays
     ):
@@ -244,12 +245,13 @@ def check_processors(options: LLMOptions, name: str, *, has_head: bool, has_host
         raise ValueError("processors are for one process, and this model runs on several hosts")
 
 
-def with_steering(options: LLMOptions, has_hosts: bool) -> tuple[LLMOptions, Steering | None]:
+def with_steering(options: LLMOptions, config: ModelConfig, has_hosts: bool) -> tuple[LLMOptions, Steering | None]:
     """The options with the layers of their vectors among the steered ones, and these vectors. Raises ValueError for
-    steered and tapped layers on several hosts."""
+    vectors that do not fit the model, and for steered and tapped layers on several hosts."""
     steering = None if options.steering is None else Steering(options.steering)
     if steering is not None:
         options = replace(options, steered_layers=tuple({*options.steered_layers, *steering.vectors}))
+        steering.check(config.hidden_size, config.num_layers, tuple(options.steered_layers))
     if has_hosts and (options.steered_layers or options.tapped_layers):
         raise ValueError("steered_layers and tapped_layers are for one process, not for several hosts")
     return options, steering

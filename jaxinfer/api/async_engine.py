@@ -88,9 +88,10 @@ class AsyncEngine:
         adapter: str | None = None,
         arrays: Mapping[str, Any] | None = None,
         steering: Mapping[int, Any] | None = None,
+        tapped_layers: Sequence[int] = (),
     ) -> AsyncIterator[StreamDelta]:
         """Yields what is added to the request's answers; the last delta has the whole output. `adapter` is the name of
-        a loaded one, `arrays` are those of processors, `steering` as of `LLM.generate`.
+        a loaded one, `arrays` are those of processors, `steering` and `tapped_layers` as of `LLM.generate`.
 
         A slow reader gets several tokens in one delta; the request of a reader that is 1 MiB behind is aborted. Leaving
         the loop early, or cancelling the task, aborts the request and frees what it holds.
@@ -98,7 +99,7 @@ class AsyncEngine:
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
         """
-        options = RequestOptions(priority, timeout, cache_salt, adapter, arrays, steering)
+        options = RequestOptions(priority, timeout, cache_salt, adapter, arrays, steering, tapped_layers)
         request = await self.prepare(prompt, params, options)
         reader = self._start(request)
         try:

@@ -182,12 +182,11 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         given = {name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()}
         chosen = with_room(chosen, [read.adapter for read in given.values()], self.config.vocab_size)
         check_adapters(chosen, loaded.fit, self._hosts is not None)
+        chosen, self.steering = with_steering(chosen, self.config, self._hosts is not None)
         check_processors(chosen, self.name, has_head=loaded.has_head, has_hosts=self._hosts is not None)
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
-        chosen, self.steering = with_steering(chosen, self._hosts is not None)
         engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len, adapters=None))
-        engine.spec.check_steering(self.steering)
         self._adapters = AdapterRegistry(engine, params, (self.name, Path(self.name).name))
         self.client = Client(
             engine,
@@ -456,6 +455,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         positions at a time. Raises ValueError, with its number and both lengths, for a text that is longer than
         `max_model_len`, for other numbers of prompts and continuations, and as `generate`.
         """
+        if params is not None:
+            self.client.check_no_processors("scores under sampling parameters", "score")
         params = as_params(params, SamplingParams())
         if continuations is None:
             what, pairs = "text", [(text, None) for text in as_prompts(prompts, "text")]

@@ -207,7 +207,7 @@ class Client(TakesPrompts):
         except (ValueError, TypeError) as error:
             raise type(error)(f"{what}: {error}") from None
 
-    def _check_no_processors(self, name: str, what: str) -> None:
+    def check_no_processors(self, name: str, what: str) -> None:
         """Raises ValueError in a model with processors."""
         if (processors := self.engine.spec.processors) is not None:
             told = f"processors={list(processors.names)} change answers alone; open the model without them"
@@ -256,8 +256,8 @@ class Client(TakesPrompts):
             raise ValueError(f"{what}: a score needs at least 2 tokens, got {len(ids)}: nothing predicts the first")
         if params.structured is not None:
             raise SamplingParamsError("structured", f"{what}: a score is not taken under structured output")
-        if not params.keeps_distribution or options.arrays:
-            self._check_no_processors("scores under sampling parameters", what)
+        if options.arrays:
+            self.check_no_processors("scores under sampling parameters", what)
         params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
         self._check_fits(what, len(ids), 0)
         bad_words = self._check_params(params, prompts)
@@ -272,7 +272,7 @@ class Client(TakesPrompts):
         """A request for a vector; it may have as many tokens as the model takes, for none is made after them."""
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
-        self._check_no_processors("vectors", what)
+        self.check_no_processors("vectors", what)
         self._check_fits(what, len(token_ids), 0)
         options = self._with_adapter(options, what)
         fields: dict[str, Any] = {**_adapter(options, token_ids), "options": options}

@@ -153,17 +153,23 @@ def compile_programs(
             raise
 
 
-def compile_ahead(programs: Sequence[Program], weights: ModelWeights, is_stopped: Callable[[], bool]) -> None:
-    """Compiles programs, one after another, until `is_stopped`; it waits while the weights are being replaced."""
+def compile_ahead(programs: Sequence[Program], weights: Sequence[ModelWeights], is_stopped: Callable[[], bool]) -> None:
+    """Compiles programs, one after another, until `is_stopped`; it waits while weights are being replaced."""
+
+    def versions() -> list[tuple[int, bool]]:
+        return [(own.version, own.is_whole) for own in weights]
+
     for program in programs:
+        has_failed = False  # once may be of an update that was given up meanwhile
         while not is_stopped():
-            version = weights.version
+            before = versions()
             try:
                 program.lower().compile()
                 break
             except Exception:
-                if weights.is_whole and weights.version == version:
+                if has_failed and versions() == before and all(is_whole for _, is_whole in before):
                     raise
+                has_failed = True
                 time.sleep(UPDATE_WAIT)
         else:
             return

@@ -16,7 +16,7 @@ from jaxinfer.cache import KVScales
 from jaxinfer.engine import results
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapter_stacks import AdapterStacks, widened
-from jaxinfer.engine.compiling import Report, default_jobs
+from jaxinfer.engine.compiling import Report, compile_ahead, default_jobs
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
 from jaxinfer.engine.grammars import Grammars
 from jaxinfer.engine.model_runner import Flight, ModelRunner
@@ -120,9 +120,7 @@ class Engine:
         Raises QueueFullError when max_waiting sequences wait, and ValueError for an adapter that there is not, and for
         steering as `Steering.check`.
         """
-        self.spec.check_adapter(sequence.request.adapter)
-        self.spec.check_steering(sequence.request.steering)
-        self.spec.check_taps(sequence.request.options.tapped_layers)
+        self.spec.check_request(sequence.request)
         if sequence.request.grammar is not None:
             self.grammars.add(sequence)  # may refuse tokens that it begins with
         self.scheduler.add(sequence)
@@ -378,7 +376,7 @@ class Engine:
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
         """Compiles every program in another thread than the one that steps, while requests run, until `is_stopped`. A
         request that needs one earlier compiles it itself."""
-        self.runner.compile_ahead(is_stopped)
+        compile_ahead(self.runner.all_programs, self._all_weights, is_stopped)
 
     @property
     def program_names(self) -> list[str]:

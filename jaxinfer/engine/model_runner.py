@@ -19,7 +19,7 @@ from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied
 from jaxinfer.cache.state import zeros_of
 from jaxinfer.engine.adapter_stacks import AdapterStacks, HostAdapter
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
-from jaxinfer.engine.compiling import Program, Report, compile_ahead, compile_programs, default_jobs
+from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
@@ -673,10 +673,6 @@ class ModelRunner:
         num_small += 2 * (self._saved is not None)
         self.caches, num_tiers = self.host_pages.warm_up(self.caches)
         return len(self.all_programs) + num_small + num_tiers
-
-    def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
-        """Compiles every program, one after another, and runs none: in another thread, while requests run."""
-        compile_ahead(self.all_programs, self._adapted.root, is_stopped)
 
     @operation
     def _compile(self, num_jobs: int, report: Report = lambda name: None, runs: bool = False) -> None:

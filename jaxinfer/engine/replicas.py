@@ -91,9 +91,7 @@ class Replicas:
 
     def add(self, sequence: SequenceState) -> None:
         """As `Engine.add`; max_waiting counts the sequences that wait for any of the engines."""
-        self.spec.check_adapter(sequence.request.adapter)
-        self.spec.check_steering(sequence.request.steering)
-        self.spec.check_taps(sequence.request.options.tapped_layers)
+        self.spec.check_request(sequence.request)
         self._remove_ended()
         limit, most = self.spec.options.max_waiting, self.spec.max_seqs * len(self.engines)
         if limit is not None and len(self._owner) + len(self._queued) >= most + limit:

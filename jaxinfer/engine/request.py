@@ -514,7 +514,7 @@ class CompletionOutput:
     weights: tuple[WeightsSpan, ...] = ()
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
-    hidden_states: dict[int, np.ndarray] | None = None
+    hidden_states: dict[int, np.ndarray] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,13 @@ def states_of_slots(flight: TappedFlight) -> dict[int, dict[str, np.ndarray]]:
 
 
 def take_states(sequence: SequenceState, start: int, states: dict[str, np.ndarray], count: int | None = None) -> None:
-    """The first `count` hidden states [tokens, D], or all, by names of taps: of the tokens from position `start` on."""
+    """The first `count` hidden states [tokens, D], or all, by names of taps: of the tokens from position `start` on.
+    Copied, since the arrays are of all slots; those of tokens that are computed anew are dropped."""
     for layer in sequence.request.options.tapped_layers:
-        own = states[tap_name(layer)][:count]
-        sequence.states.setdefault(layer, []).append((start, own))
+        pieces = sequence.states.setdefault(layer, [])
+        while pieces and pieces[-1][0] >= start:
+            pieces.pop()
+        pieces.append((start, states[tap_name(layer)][:count].copy()))
 
 
 def states_of(sequence: SequenceState) -> dict[int, np.ndarray] | None:

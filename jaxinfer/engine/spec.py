@@ -40,7 +40,7 @@ from jaxinfer.engine.options import EngineOptions, most_tokens
 from jaxinfer.engine.programs import MIN_HEAD_ROWS, ProgramModel, Weights
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
-from jaxinfer.engine.request import tap_name
+from jaxinfer.engine.request import Request, tap_name
 from jaxinfer.engine.steering import Steering
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
@@ -197,6 +197,18 @@ class EngineSpec:
         for name, layers in (("steered_layers", self.steered_layers), ("tapped_layers", self.tapped_layers)):
             if layers and layers[-1] >= self.config.num_layers:
                 raise ValueError(f"{name}={layers}: the model has layers 0 to {self.config.num_layers - 1}")
+
+    def check_request(self, request: Request) -> None:
+        """Raises ValueError for an adapter, vectors, layers and arrays that the engine has no room for."""
+        self.check_adapter(request.adapter)
+        self.check_steering(request.steering)
+        self.check_taps(request.options.tapped_layers)
+        declared = {} if self.processors is None else self.processors.arrays
+        for name, array in request.arrays.items():
+            own = declared.get(name)
+            if own is None or (array.shape, array.dtype) != (own.shape, own.dtype):
+                told = f"{array.dtype}{list(array.shape)}"
+                raise ValueError(f"array {name!r} {told} of the request is none that the engine's processors declare")
 
     def check_taps(self, layers: Sequence[int]) -> None:
         """Raises ValueError for layers whose hidden states the engine does not return."""

@@ -25,7 +25,7 @@ class Steering:
     def __init__(self, vectors: Mapping[int, Any]):
         if not isinstance(vectors, Mapping) or not vectors:
             raise TypeError(f"{FORM}, got {type(vectors).__name__} {vectors!r:.60}")
-        self.vectors = {layer: _read(layer, vectors[layer]) for layer in _sorted(vectors)}
+        self.vectors = {int(layer): _read(layer, vectors[layer]) for layer in _sorted(vectors)}
 
     @cached_property
     def fingerprint(self) -> str:

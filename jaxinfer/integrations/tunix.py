@@ -69,6 +69,8 @@ class JaxinferRollout(_Base):
             raise ImportError(
                 f"JaxinferRollout needs google-tunix: pip install google-tunix ({_MISSING})", name="tunix"
             ) from _MISSING
+        if options.get("processors"):
+            raise ValueError("processors change what is sampled, and not the log-probabilities that Tunix asks for")
         self._config = own_config(rollout_actor.config if config is None else config)
         self._tokenizer, self._lora_scale, self._keeps_eos = _adapted(tokenizer), lora_scale, keep_eos
         tree = self._read(rollout_actor)
@@ -189,6 +191,7 @@ class JaxinferRollout(_Base):
         Nothing is compiled. The weights' version is the number of the update, unless it was of the pairs alone.
 
         Raises ValueError, with names and counts, for parameters that are not the model's; nothing has changed then.
+        Weights are taken before pairs.
         """
         tree = self._read(params)
         tree.check(is_partial=filter_types is not None or not tree.weights, has_pairs=True)
@@ -198,11 +201,12 @@ class JaxinferRollout(_Base):
             )
         # Tunix forbids transfers on a CPU meanwhile, which is where packed weights are made.
         with self._lock, jax.transfer_guard("allow"):
-            if tree.pairs:
-                self.llm.load_adapter(_ADAPTER, self._adapter(tree), replace=True)
+            adapter = self._adapter(tree) if tree.pairs else None
             if tree.weights:
                 version, weights = str(self.num_updates + 1), replace(tree, pairs={})
                 self.llm.update_params(weights, version=version, partial=filter_types is not None)
+            if adapter is not None:
+                self.llm.load_adapter(_ADAPTER, adapter, replace=True)
         self.num_updates += 1
 
     def pad_id(self) -> int:
@@ -250,10 +254,10 @@ def _seed_of(seed: Any, number: int) -> int | None:
 
 def _left_padded(ids: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
     """Prompts int32 [B, P], of that width, or else the next power of two that the longest one fits in."""
-    longest = max(map(len, ids))
+    longest = max(map(len, ids), default=0)
     if longest > width:
         width = 1 << (longest - 1).bit_length()
-    return np.asarray([[pad] * (width - len(row)) + list(row) for row in ids], np.int32)
+    return np.asarray([[pad] * (width - len(row)) + list(row) for row in ids], np.int32).reshape(len(ids), width)
 
 
 def _first(mask: np.ndarray) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.api.async_engine import AsyncEngine
+from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.sampling import SamplingParams
 
 _UNSUPPORTED = ("return_logits", "return_routed_experts", "beam_size")
@@ -123,11 +124,14 @@ class JaxinferSampler:
             async for delta in self.engine.generate(prompt, params):
                 output = delta.output or output
         except (ValueError, TypeError) as error:
-            failure = SamplingFailure(type(error).__name__, str(error))
+            return SampledAnswer(name, finish_reason="error", error=SamplingFailure(type(error).__name__, str(error)))
+        except QueueFullError as error:
+            failure = SamplingFailure(type(error).__name__, str(error), retryable=True)
             return SampledAnswer(name, finish_reason="error", error=failure)
         if output is None:
             raise RuntimeError(f"request {name!r} ended without an answer: the sampler was stopped")
         (answer,) = output.outputs
+        failure = None if answer.error is None else SamplingFailure("ComputationError", answer.error)
         logprobs = None
         if answer.logprobs is not None:
             each = zip(answer.token_ids, answer.logprobs, strict=True)
@@ -139,6 +143,7 @@ class JaxinferSampler:
             np.asarray(answer.token_ids, np.int32),
             logprobs,
             answer.finish_reason or "error",
+            error=failure,
             metadata={"policy_versions": [span.version for span in answer.weights]},
         )
 

@@ -180,7 +180,7 @@ def _traced(processor: Processor, vocab_size: int, length: int) -> core.ClosedJa
             told = "keeps a traced value beyond the call, as in a list or an attribute: return what it computes"
             raise ValueError(f"{name} {told}") from error
         raise ValueError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
-    effects = [*map(str, traced.effects), *_callbacks(traced.jaxpr)]
+    effects = [*map(str, traced.effects), *_callbacks(traced)]
     if effects:
         raise ValueError(f"{name} has side effects or calls Python while it runs ({effects[0]:.60}): compute in JAX")
     if not isinstance(result, jax.ShapeDtypeStruct):
@@ -194,21 +194,31 @@ def _traced(processor: Processor, vocab_size: int, length: int) -> core.ClosedJa
     return traced
 
 
-def _callbacks(jaxpr: Any) -> Iterator[str]:
-    """Names of the operations of a trace, and of those within, that call Python."""
-    for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
-            yield equation.primitive.name
+def _nested(trace: Any) -> Iterator[Any]:
+    """A trace, and those within its operations."""
+    yield trace
+    for equation in _equations(trace):
         for value in equation.params.values():
             for part in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner := getattr(part, "jaxpr", part), "eqns"):
-                    yield from _callbacks(inner)
+                if hasattr(getattr(part, "jaxpr", part), "eqns"):
+                    yield from _nested(part)
+
+
+def _equations(trace: Any) -> Sequence[Any]:
+    return getattr(trace, "jaxpr", trace).eqns
+
+
+def _callbacks(traced: core.ClosedJaxpr) -> Iterator[str]:
+    """Names of the operations of a trace, and of those within, that call Python."""
+    names = (equation.primitive.name for trace in _nested(traced) for equation in _equations(trace))
+    return (name for name in names if "callback" in name or name == "debug_print")
 
 
 def _hash_of(traced: core.ClosedJaxpr, values: Sequence[np.ndarray] = ()) -> str:
-    """A hash of operations, constants and further arrays."""
+    """A hash of operations, constants, also those of functions under `jax.jit`, and further arrays."""
     digest = hashlib.sha256(re.sub(r"0x[0-9a-fA-F]+", "0x", str(traced.jaxpr)).encode())
-    for constant in (*traced.consts, *values):
+    constants = [constant for trace in _nested(traced) for constant in getattr(trace, "consts", ())]
+    for constant in (*map(jnp.asarray, constants), *values):
         is_key = jnp.issubdtype(constant.dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(constant) if is_key else constant)
         digest.update(f"{array.dtype}{list(array.shape)}".encode() + array.tobytes())

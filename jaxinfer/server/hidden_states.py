@@ -12,7 +12,7 @@ from jaxinfer.engine.request import RequestOptions
 from jaxinfer.engine.results import RequestJob
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.server.embeddings import run_requests
-from jaxinfer.server.errors import APIError
+from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.http import in_thread, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.openapi import RouteEntry
@@ -27,6 +27,8 @@ async def hidden_states(request: Request, service: Service) -> Response:
     its last token, and "token_ids" int32, of all tokens."""
     body = await read_body(request, HiddenStatesRequest, service)
     async with using(request, service, body) as model:
+        if (body.max_tokens or 1) > (most := model.llm.max_model_len):
+            raise refused("max_tokens", f"max_tokens={body.max_tokens} is more than max_model_len={most}")
         make = partial(_job, body, model, service.options.hidden_states_max_mib * _MIB)
         place = "prompt", body.priority, body.max_tokens or 1
         _, (output,) = await run_requests(request, service, model, [body.prompt], make, *place)

@@ -111,10 +111,15 @@ def test_an_answer_that_is_cut(model):
         assert len(output.outputs[0].token_ids) <= 6
         check(model, output)
         (aborted,) = llm.submit(llm.prepare(LONG, GREEDY, RequestOptions(tapped_layers=LAYERS)))
-        llm.step()
+        while not aborted.num_output:
+            llm.step(1)
+        assert all(own.base is None for pieces in aborted.states.values() for _, own in pieces)  # not of all slots
         llm.client.abort([aborted])
         states = llm.collect([aborted]).outputs[0].hidden_states
-    assert states is None or len(states[0]) <= len(LONG)
+    whole = output.outputs[0].hidden_states
+    for layer in LAYERS:
+        assert len(LONG) <= len(states[layer]) < len(whole[layer])
+        np.testing.assert_array_equal(states[layer], whole[layer][: len(states[layer])])
 
 
 def test_they_change_no_answer_and_compile_nothing(model):

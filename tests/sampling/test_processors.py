@@ -206,6 +206,10 @@ def test_a_fingerprint_is_of_operations_constants_and_defaults():
 
     assert of(scaled(2)) == of(scaled(2))
     assert len({of(scaled(2)), of(scaled(3)), of(scaled(2, 1.0))}) == 3
+    tables = [np.arange(V, dtype=np.float32) * by for by in (1, 2)]  # constants of a function within
+    assert of(Processor(jax.jit(lambda logits, history: logits + tables[0]), name="f")) != of(
+        Processor(jax.jit(lambda logits, history: logits + tables[1]), name="f")
+    )
     fixed = [1.0]
     processors = bound(Processor(lambda logits, history: logits + fixed[0], name="f"))
     before = processors.fingerprints

@@ -145,7 +145,7 @@ def test_scores_of_lm_eval_are_those_of_the_library(server, engine, tmp_path):
     for name in ("ids", "batches"):
         answers = [one["answers"] for one in found[name]["samples"]["jaxinfer_roll"]]
         sums = [answer[0][0] if isinstance(answer[0], list) else answer[0] for answer in answers]
-        assert [float(one) for one in sums] == pytest.approx([rolled(engine, text, 32) for text in texts], abs=1e-3)
+        assert [float(one) for one in sums] == pytest.approx([rolled(engine, text, 31) for text in texts], abs=1e-3)
 
     for name in ("ids", "batches", "texts", "chat"):
         for sample, question in zip(found[name]["samples"]["jaxinfer_write"], questions, strict=True):

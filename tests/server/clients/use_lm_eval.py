@@ -38,7 +38,7 @@ answers = {
     "texts": evaluate("local-completions", "/v1/completions", BOTH, tokenized_requests=False),
     "chat": evaluate("local-chat-completions", "/v1/chat/completions", BOTH[1:], is_chat=True),
 }
-# Texts that are longer than the length that it is told, in pieces.
+# Texts that are longer than the length that it is told, in pieces of two tokens less.
 for name, more in {"ids": {}, "batches": {"batch_size": 3, "num_concurrent": 2}}.items():
     rolled = evaluate("local-completions", "/v1/completions", ["jaxinfer_roll"], **{"max_length": 33, **more})
     answers[name]["samples"] |= rolled["samples"]
