@@ -312,10 +312,9 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
 
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
-        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` and
+        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter`,
         `arrays` and `steering` are as of `generate`. Raises TypeError for what is no conversation, ValueError as
-        `generate`, and for
-        tools that cannot be served.
+        `generate`, and for tools that cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}

@@ -84,7 +84,7 @@ class Doors:
         )
         monkeypatch.setattr(self.llm, "generate", self._generate)
 
-    def _generate(self, prompts, params, *, adapter=None, use_tqdm=None):
+    def _generate(self, prompts, params, *, use_tqdm=None, **options):
         self.prompts += prompts
         return [
             RequestOutput("0", None, list(one), [CompletionOutput(0, "yes", [5], 3, "stop")], True) for one in prompts

@@ -261,7 +261,7 @@ def test_the_library_finds_the_same_calls(make_client, engine, monkeypatch):
     expected = run(make_client().post(CHAT, body)).json["choices"][0]["message"]["tool_calls"]
     asked = {}
 
-    def generate(prompts, params, *, adapter=None, use_tqdm=None):
+    def generate(prompts, params, *, use_tqdm=None, **options):
         """The engine's thread runs the model, so that the server's answer stands for the library's."""
         asked["params"] = params[0]
         request = llm.prepare(prompts[0], params[0])
