@@ -52,7 +52,7 @@ class Doors:
         prompt_logprobs = None if params.prompt_logprobs is None else [None] * request.num_prompt
         return RequestOutput("0", request.text, request.token_ids, answers, True, prompt_logprobs=prompt_logprobs)
 
-    def _generate(self, prompts, params, *, use_tqdm=None, adapter=None):
+    def _generate(self, prompts, params, *, use_tqdm=None, **options):
         return [self._prepared(*one) for one in zip(prompts, params, strict=True)]
 
     def _each(self, requests, *, max_queued=None):
