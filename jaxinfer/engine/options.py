@@ -326,9 +326,7 @@ class EngineOptions(SpeculationOptions):
     steered_layers: Sequence[int] = _engine(
         (),
         "Layers after which requests may add vectors of their own to the hidden states (steering), by number from 0; "
-        "by default none.",
-        "LAYERS",
-        parse=parse_layers,
+        "by default none. In Python only.",
     )
     tapped_layers: Sequence[int] = _engine(
         (),

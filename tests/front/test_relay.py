@@ -18,7 +18,7 @@ USAGE = 'data: {"usage":1}\n\n'
 
 
 def shown(*numbers):
-    """What a client shall have of these events."""
+    """The part of these events that a client gets."""
     return "".join(f"id: {ID.format(1, f'{number:x}-{number:x}-1')}\ndata: {number}\n\n" for number in numbers)
 
 

@@ -42,7 +42,7 @@ def client(make_service, engine):
 
 
 def told_tokens(events):
-    """Of each choice the token ids that comments tell; the events without the comments."""
+    """The token ids of each choice that comments tell, and the events without the comments."""
     tokens, others = {}, []
     for event in events:
         if not event.text.startswith(":tokens "):
