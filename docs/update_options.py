@@ -10,7 +10,7 @@ import typer
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli import options
 from jaxinfer.cli.main import app
-from jaxinfer.front.options import FrontOptions
+from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.option_names import NAMES, OtherName
 from jaxinfer.options import Description, describe
 from jaxinfer.sampling.params import SamplingParams
@@ -35,7 +35,7 @@ TABLES = (
     ),
     ("Sampling", "Fields of `SamplingParams` and flags of the commands that generate.", SamplingParams),
     ("Server", "Flags of `jaxinfer serve`, fields of `jaxinfer.server.options.ServerOptions`.", ServerOptions),
-    ("Front", "Flags of `jaxinfer front`, fields of `jaxinfer.front.options.FrontOptions`.", FrontOptions),
+    ("Front", "Flags of `jaxinfer front`, fields of `jaxinfer.fleet.front.options.FrontOptions`.", FrontOptions),
     ("Several hosts", "Flags of `jaxinfer generate` and `jaxinfer batch`.", options.HostsOptions),
 )
 

@@ -5,7 +5,7 @@ import sys
 
 from jaxinfer.cli.command import say
 from jaxinfer.extras import install_hint
-from jaxinfer.front.options import FrontOptions
+from jaxinfer.fleet.front.options import FrontOptions
 
 
 def front(options: FrontOptions) -> int:
@@ -16,7 +16,7 @@ def front(options: FrontOptions) -> int:
     are the replicas' (docs/scale_out.md).
     """
     try:
-        from jaxinfer.front.run import run_front
+        from jaxinfer.fleet.front.run import run_front
     except ImportError as error:
         raise ImportError(f"jaxinfer front needs {error.name}: {install_hint('serve')}") from None
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

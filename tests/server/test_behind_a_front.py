@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from tests.front.fakes import ask, front
+from tests.fleet.front.fakes import ask, front
 from tests.server.sockets import served
 from tests.server.test_begun_answers import CASES, joined, nearly
 from tests.server.test_resume import content

@@ -2,13 +2,13 @@
 
 from tests.faults.fault import Fault
 
-RELAY = "tests/front/test_relay.py::"
+RELAY = "tests/fleet/front/test_relay.py::"
 BEGUN = "tests/server/test_begun_answers.py::"
 
 FAULTS = (
     Fault(
         "front/the-end-is-told-twice",
-        "jaxinfer/front/sent.py",
+        "jaxinfer/fleet/front/sent.py",
         'self._rest = self._held = b""\n        self.error',
         'self._rest = b""\n        self.error',
         (RELAY + "test_another_replica_goes_on_after_the_last_whole_event[dies before the end]",),
@@ -16,7 +16,7 @@ FAULTS = (
     ),
     Fault(
         "front/tokens-of-events-that-were-cut",
-        "jaxinfer/front/sent.py",
+        "jaxinfer/fleet/front/sent.py",
         'array("i"))[:count]',
         'array("i"))',
         (RELAY + "test_another_replica_goes_on_after_the_last_whole_event[dies within an event]",),
@@ -24,7 +24,7 @@ FAULTS = (
     ),
     Fault(
         "front/requests-that-kill-go-round",
-        "jaxinfer/front/relay.py",
+        "jaxinfer/fleet/front/relay.py",
         "if self._num_deaths >= _MOST_DEATHS:",
         "if self._num_deaths > 9 * _MOST_DEATHS:",
         (RELAY + "test_a_request_that_ends_two_replicas_is_not_tried_again",),
@@ -32,7 +32,7 @@ FAULTS = (
     ),
     Fault(
         "front/long-streams-are-given-up",
-        "jaxinfer/front/relay.py",
+        "jaxinfer/fleet/front/relay.py",
         "                    self._num_deaths = 0\n",
         "                    pass\n",
         (RELAY + "test_a_stream_may_lose_several_replicas_if_it_gets_on",),
@@ -40,7 +40,7 @@ FAULTS = (
     ),
     Fault(
         "front/another-seed-after-the-headers",
-        "jaxinfer/front/relay.py",
+        "jaxinfer/fleet/front/relay.py",
         "(_with_seed(self._body, self._seed),)",
         "(self._body,)",
         (RELAY + "test_before_the_first_event_the_request_is_sent_again",),
@@ -48,7 +48,7 @@ FAULTS = (
     ),
     Fault(
         "front/servers-that-go-end-their-streams",
-        "jaxinfer/front/relay.py",
+        "jaxinfer/fleet/front/relay.py",
         "return _UNAVAILABLE in event",
         "return False",
         (RELAY + "test_another_replica_goes_on_after_the_last_whole_event[drains]",),
@@ -56,7 +56,7 @@ FAULTS = (
     ),
     Fault(
         "front/servers-of-different-answers",
-        "jaxinfer/front/replicas.py",
+        "jaxinfer/fleet/front/replicas.py",
         "replica.fingerprint != used[0].fingerprint",
         "False",
         (RELAY + "test_replicas_of_other_answers_get_no_requests",),
@@ -64,7 +64,7 @@ FAULTS = (
     ),
     Fault(
         "front/clients-hand-over-tokens",
-        "jaxinfer/front/app.py",
+        "jaxinfer/fleet/front/app.py",
         "if any(name == SENT_TOKENS.encode() for name, _ in headers):",
         "if False:",
         (RELAY + "test_what_the_front_does_not_pass_on",),

@@ -4,10 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from jaxinfer.front.connection import ConnectionPool, ReplicaLostError
-from jaxinfer.front.options import FrontOptions, address_of
+from jaxinfer.fleet.front.connection import ConnectionPool, ReplicaLostError
+from jaxinfer.fleet.front.options import FrontOptions, address_of
 
-_LOG = logging.getLogger("jaxinfer.front")
+_LOG = logging.getLogger("jaxinfer.fleet.front")
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0  # of a replica to the question whether it is ready
 FINGERPRINT = b"x-jaxinfer-fingerprint"

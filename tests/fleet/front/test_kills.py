@@ -11,7 +11,7 @@ import time
 import pytest
 import uvloop
 
-from tests.front.fakes import ask, front
+from tests.fleet.front.fakes import ask, front
 from tests.server.test_begun_answers import joined
 from tests.server.test_resume import content
 from tests.server.test_tools import TOOLS, gathered

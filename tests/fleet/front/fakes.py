@@ -5,8 +5,8 @@ import contextlib
 import re
 import socket
 
-from jaxinfer.front.options import FrontOptions
-from jaxinfer.front.run import serve_front
+from jaxinfer.fleet.front.options import FrontOptions
+from jaxinfer.fleet.front.run import serve_front
 
 HEAD = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-jaxinfer-seed: 7\r\n"
 ID = "{0:0>24}.aaaaaaaaaaaaaaaa.7.{1}"

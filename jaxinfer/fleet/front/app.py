@@ -7,10 +7,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxinfer.front.connection import Headers
-from jaxinfer.front.options import FrontOptions
-from jaxinfer.front.relay import FrontCounts, Relay
-from jaxinfer.front.replicas import ReplicaSet
+from jaxinfer.fleet.front.connection import Headers
+from jaxinfer.fleet.front.options import FrontOptions
+from jaxinfer.fleet.front.relay import FrontCounts, Relay
+from jaxinfer.fleet.front.replicas import ReplicaSet
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.http import ClientLeftError, while_connected
 from jaxinfer.server.resume import SENT_TOKENS

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import uvloop
 
-from jaxinfer.front.app import FrontApp
-from jaxinfer.front.options import FrontOptions
+from jaxinfer.fleet.front.app import FrontApp
+from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.run import listen, uvicorn_for
 
-_LOG = logging.getLogger("jaxinfer.front")
+_LOG = logging.getLogger("jaxinfer.fleet.front")
 _POLL_SECONDS = 0.05
 
 

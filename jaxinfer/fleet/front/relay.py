@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import msgspec
 from starlette.types import Send
 
-from jaxinfer.front.connection import Headers, NotReachedError, ReplicaConnection, ReplicaLostError
-from jaxinfer.front.options import FrontOptions
-from jaxinfer.front.replicas import Replica, ReplicaSet
-from jaxinfer.front.sent import SentStream
+from jaxinfer.fleet.front.connection import Headers, NotReachedError, ReplicaConnection, ReplicaLostError
+from jaxinfer.fleet.front.options import FrontOptions
+from jaxinfer.fleet.front.replicas import Replica, ReplicaSet
+from jaxinfer.fleet.front.sent import SentStream
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.resume import SENT_TOKENS, TELL_TOKENS
 
-_LOG = logging.getLogger("jaxinfer.front")
+_LOG = logging.getLogger("jaxinfer.fleet.front")
 _MOST_DEATHS = 2  # of replicas that answer a request, without anything new in between; then it is not tried again
 _UNAVAILABLE = b'"type":"%b"' % unavailable("", 1).type.encode()
 _LAST_SECONDS = 1.0  # for the last bytes of a stream whose end has come

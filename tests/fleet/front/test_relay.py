@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import uvloop
 
-from jaxinfer.front.options import FrontOptions
-from jaxinfer.front.replicas import Replica
+from jaxinfer.fleet.front.options import FrontOptions
+from jaxinfer.fleet.front.replicas import Replica
 from jaxinfer.server.errors import unavailable
-from tests.front.fakes import ID, FakeReplica, ask, chunk, event, front, start, whole
+from tests.fleet.front.fakes import ID, FakeReplica, ask, chunk, event, front, start, whole
 
 DONE = "data: [DONE]\n\n"
 USAGE = 'data: {"usage":1}\n\n'
