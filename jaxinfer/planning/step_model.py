@@ -127,7 +127,7 @@ def predict(chip: Chip, spec: EngineSpec, counted: Counted, batch: int, context:
     attention_layers = max(len(config.attention_layers), 1)
     flops = pass_flops(counted, [(context - 1, 1)] * batch)
     compute = Rates.of(chip).compute_seconds(flops) / costs.product_share
-    product = costs.grouped if _is_grouped(spec.params) else costs.product
+    product = costs.grouped if is_grouped(spec.params) else costs.product
     deterministic = max(spec.determinism.cost or 1.0, 1.0) if spec.is_deterministic else 1.0
     weight_bytes, cache_bytes = counted.read_weight_bytes(batch), batch * counted.read_cache_bytes(context)
     reading = weight_bytes / product
@@ -155,6 +155,7 @@ def predicted_steps(chip: Chip, spec: EngineSpec) -> dict[str, str]:
     return steps
 
 
-def _is_grouped(params: Params) -> bool:
+def is_grouped(params: Params) -> bool:
+    """True if a weight's integers have a scale for each group of inputs."""
     schemes = ((leaf.shape[-2], scheme_of(leaf)) for leaf in weights(params) if leaf.ndim > 1)
     return any(scheme is not None and 1 < scheme.block[0] < inputs for inputs, scheme in schemes)

@@ -1,0 +1,1 @@
+"""Capacity on paper: a fleet's engines over a trace of requests, in modelled time. Nothing is computed."""
