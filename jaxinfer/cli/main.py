@@ -17,6 +17,7 @@ from jaxinfer.cli.convert import convert
 from jaxinfer.cli.demo import demo
 from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
+from jaxinfer.cli.fleet import app as fleet_app
 from jaxinfer.cli.front import front
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.kv_report import kv_report
@@ -67,6 +68,8 @@ jaxinfer advise ./checkpoint --goal latency
 
 jaxinfer plan ./checkpoint --on v5e:2x2 --quantize int8
 
+jaxinfer fleet simulate --trace trace.csv --model ./checkpoint --on v6e:2x4 --replicas 2..64
+
 jaxinfer train-head ./checkpoint --prompts prompts.txt --out ./head
 
 jaxinfer distill ./checkpoint --data ./texts --out ./draft
@@ -104,6 +107,7 @@ for group, commands in GROUPS.items():
     for name, function in commands.items():
         app.command(name, cls=NamedCommand, rich_help_panel=group)(command(function))
 app.add_typer(bench_app, name="bench", rich_help_panel="This machine")
+app.add_typer(fleet_app, name="fleet", rich_help_panel="Planning")
 
 
 def _print_version(is_wanted: bool) -> None:

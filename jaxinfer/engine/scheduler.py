@@ -279,6 +279,15 @@ class Scheduler:
         self.counters.copied_pages += len(copies)
         return self._with_moves(DispatchPlan(admitted, moves, copies, chunks, decodes, steps, width))
 
+    def schedule_prompts(self, num_decoding: int) -> DispatchPlan:
+        """The part of `schedule` that admits sequences and plans pieces of prompts, beside `num_decoding` decode steps,
+        of which the caller keeps count (a simulation); there must be pages for all of it."""
+        admitted: list[SequenceState] = []
+        copies: list[PageCopy] = []
+        chunks = self._plan_prompts(admitted, copies, num_decoding)
+        self.counters.copied_pages += len(copies)
+        return self._with_moves(DispatchPlan(admitted, [], copies, chunks, [], 1))
+
     def confirm(self, sequence: SequenceState, num_stored: int) -> None:
         """The keys of the sequence's first `num_stored` tokens are in the cache and sound: others may use them."""
         if sequence.is_finished or sequence.slot is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxinfer.cache.policy.kinds import KEEPS_ALL
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
-from jaxinfer.engine.plans import Chunk
+from jaxinfer.engine.plans import Chunk, DispatchPlan
 from jaxinfer.engine.scheduler import SchedulerOptions
 from jaxinfer.fleet.simulate.replica import SimulatedFlight, SimulatedReplica
 from jaxinfer.fleet.simulate.sequence import SimulatedSequence
@@ -38,14 +38,14 @@ class JumpingReplica(SimulatedReplica):
         self._attended = 0  # tokens that they attended to in the last one
         self._ends: dict[int, list[SimulatedSequence]] = {}  # by their last tick
         self._end_ticks: list[int] = []  # a heap of them
-        self._num_prefilling = 0
+        self._prefilling: dict[Any, None] = {}
         self._num_chunk_flights = 0
         self._is_blocked = False  # nothing that waits can begin before a sequence ends
-        self._written_tick = 0  # until which running sequences have what is planned for them
-        self._num_written, self._room = 0, self.scheduler.pools.num_available  # of them, and pages left, at that time
+        self._written_tick = 0  # until which running sequences have what is planned for them, at least
         self._num_jumped = 0  # dispatches that pass at once, before `wake_at`
 
     def add(self, sequence: SimulatedSequence, now: int) -> None:
+        self.check_room()  # before anything is changed
         self._advance(now)
         super().add(sequence, now)
 
@@ -75,7 +75,8 @@ class JumpingReplica(SimulatedReplica):
             return
         while self._end_ticks[0] <= second.tick:
             heapq.heappop(self._end_ticks)
-        lasting = self._written_tick + self._room // self._num_decoding * self.options.page_size - 1
+        pool, number = self.scheduler.pool, len(self.scheduler.running)
+        lasting = self._written_tick + pool.num_available // number * self.options.page_size - 1
         count = min(self._end_ticks[0], lasting) - self._tick
         if count > 1:
             self._num_jumped = count
@@ -124,13 +125,23 @@ class JumpingReplica(SimulatedReplica):
 
     def _needs_scheduler(self) -> bool:
         """True if the next dispatch may be another one than a step of each decoding sequence."""
-        if self._num_prefilling or (self.scheduler.waiting and not self._is_blocked):
+        if self._prefilling or (self.scheduler.waiting and not self._is_blocked):
             return True
-        return self._most_pages(self._num_decoding, self._tick + 1) > self._room
+        return self._most_pages(self._tick + 1) > self.scheduler.pool.num_available
 
-    def _most_pages(self, number: int, tick: int) -> int:
-        """Pages that so many sequences take, at most, since `_written_tick`."""
-        return number * ((tick - self._written_tick) // self.options.page_size + 1)
+    def _most_pages(self, tick: int) -> int:
+        """Pages that running sequences take until a tick, at most, beyond those that they have."""
+        return len(self.scheduler.running) * ((tick - self._written_tick) // self.options.page_size + 1)
+
+    def _has_plenty(self) -> bool:
+        """True if there are pages for all that may begin, whatever running sequences have taken meanwhile."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        if len(waiting) > 8 and self.options.reuses_prefixes:
+            return False  # those that wait for a common beginning are passed over, which makes it hard to say who begins
+        size, starting = self.options.page_size, waiting[: self.options.max_seqs - len(running)]
+        needed = sum(len(one.tokens) // size + 2 for one in starting) + len(running)
+        needed += sum(one.target // size + 1 - len(one.tables[0]) for one in self._prefilling)
+        return self.scheduler.pool.num_available - self._most_pages(self._tick + 1) >= needed
 
     def _take_inbox(self) -> None:
         if self._inbox and not self.scheduler.waiting:
@@ -139,10 +150,10 @@ class JumpingReplica(SimulatedReplica):
 
     def _plan(self, now: int) -> SimulatedFlight | None:
         if self._needs_scheduler():
-            return self._plan_by_scheduler(now)
-        if not self._num_decoding:
-            return None
-        return self._sent_decodes(now, ())
+            if self._may_evict(self._tick + 1) or not self._has_plenty():
+                return self._plan_by_scheduler(now)
+            return self._planned(now, self.scheduler.schedule_prompts(self._num_decoding))
+        return self._sent_decodes(now, ()) if self._num_decoding else None
 
     def _plan_by_scheduler(self, now: int) -> SimulatedFlight | None:
         scheduler = self.scheduler
@@ -156,19 +167,22 @@ class JumpingReplica(SimulatedReplica):
             return None
         if scheduler.counters.num_preemptions != num_preemptions:
             self._begin_anew(set(plan.decodes))
-            self._num_prefilling -= len(plan.admitted)  # which are counted below
         if len(plan.decodes) != self._num_decoding:
             raise RuntimeError(f"{len(plan.decodes)} sequences decode, {self._num_decoding} were expected")
-        self._num_prefilling += len(plan.admitted)
-        flight = None if plan.is_empty else self._sent_decodes(now, plan.chunks)
+        self._written_tick += bool(plan.decodes)
+        return self._planned(now, plan)
+
+    def _planned(self, now: int, plan: DispatchPlan) -> SimulatedFlight | None:
+        for sequence in plan.admitted:
+            self._prefilling[sequence] = None
+        is_empty = not (plan.chunks or self._num_decoding)
+        flight = None if is_empty else self._sent_decodes(now, plan.chunks)
         for chunk in plan.chunks:
             if chunk.is_last:
-                self._num_prefilling -= 1
+                del self._prefilling[chunk.sequence]
                 self._join(chunk.sequence)
         self._num_chunk_flights += bool(plan.chunks)
-        self._written_tick, self._room = self._tick, scheduler.pools.num_available
-        self._num_written = len(scheduler.running)
-        self._is_blocked = not (plan.admitted or self._num_prefilling or self._num_chunk_flights)
+        self._is_blocked = not (plan.admitted or self._prefilling or self._num_chunk_flights)
         return flight
 
     def _sent_decodes(self, now: int, chunks: Sequence[Chunk]) -> SimulatedFlight:
@@ -205,14 +219,15 @@ class JumpingReplica(SimulatedReplica):
     def _begin_anew(self, decodes: set[Any]) -> None:
         """Counts what runs, of which some was preempted in a plan with these decode steps."""
         self._ends, self._end_ticks = {}, []
-        self._num_decoding = self._attended = self._num_prefilling = 0
+        self._num_decoding = self._attended = 0
+        self._prefilling = {}
         for sequence in self.scheduler.running:
             if sequence in decodes:
                 sequence.num_stored -= 1
                 self._join(sequence)
                 sequence.num_stored += 1
             else:
-                self._num_prefilling += 1
+                self._prefilling[sequence] = None
 
     def _commit(self, flight: SimulatedFlight, now: int) -> None:
         if flight.chunks:
@@ -237,19 +252,21 @@ class JumpingReplica(SimulatedReplica):
 
     def _write_before_release(self) -> None:
         """Idle pages must be evicted in the order of the steps: before others are released, if free ones may not do."""
-        pool = self.scheduler.pool
-        if pool.num_idle and self._most_pages(self._num_written, self._tick) > pool.num_available - pool.num_idle:
+        if self._may_evict(self._tick):
             self._write_sequences()
+
+    def _may_evict(self, tick: int) -> bool:
+        """True if what running sequences take until a tick may be more than the free pages."""
+        pool = self.scheduler.pool
+        return pool.num_idle > 0 and self._most_pages(tick) > pool.num_available - pool.num_idle
 
     def _write_sequences(self) -> None:
         """Brings the running sequences' counts and pages up to the tick."""
-        if self._written_tick == self._tick:
-            return
-        for sequence in self.scheduler.running:
-            if sequence.is_decoding:
-                self._write(sequence)
-        self._written_tick, self._room = self._tick, self.scheduler.pools.num_available
-        self._num_written = len(self.scheduler.running)
+        if self._written_tick != self._tick:
+            self._written_tick = self._tick
+            for sequence in self.scheduler.running:
+                if sequence.num_stored >= sequence.target:
+                    self._write(sequence)
 
     def _write(self, sequence: Any) -> None:
         tick, last = self._tick, sequence.last

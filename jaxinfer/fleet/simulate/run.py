@@ -38,7 +38,7 @@ class ReplicaModel:
     options: SchedulerOptions
     times: StepTimes
     max_model_len: int
-    num_chips: int = 1
+    num_chips: float = 1.0
 
     @property
     def most_tokens(self) -> int:
