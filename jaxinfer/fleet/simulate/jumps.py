@@ -32,6 +32,9 @@ class JumpingReplica(SimulatedReplica):
         super().__init__(*arguments)
         if not can_jump(self.options, self.times):
             raise ValueError("windows, states and policies of the cache are simulated step by step")
+        self._pool = self.scheduler.pool
+        sizes = range(1, self.options.max_seqs + 1)
+        self._decode_times = [0, *(self.times.products(size, size) for size in sizes)]
         self._tick = 0  # dispatches with decode steps that were planned
         self._read_tick = 0  # the last of them whose results were read
         self._num_decoding = 0  # sequences of the next such dispatch
@@ -44,19 +47,15 @@ class JumpingReplica(SimulatedReplica):
         self._written_tick = 0  # until which running sequences have what is planned for them, at least
         self._num_jumped = 0  # dispatches that pass at once, before `wake_at`
 
-    def add(self, sequence: SimulatedSequence, now: int) -> None:
-        self.check_room()  # before anything is changed
-        self._advance(now)
-        super().add(sequence, now)
-
-    def wake(self, now: int) -> None:
-        self._advance(now)
-        super().wake(now)
-        self._jump()
-
-    def lose(self, now: int) -> list[SimulatedSequence]:
-        self._advance(now)
-        return super().lose(now)
+    @property
+    def due_at(self) -> int | None:
+        if self._num_jumped:
+            return self._in_flight[1].end + self._picoseconds_of(self._num_jumped)
+        if self._is_short or len(self._in_flight) < MAX_IN_FLIGHT:
+            return self.wake_at
+        first, second = self._in_flight
+        ends_soon = first.tick in self._ends or any(chunk.sequence.request.max_tokens == 1 for chunk in first.chunks)
+        return first.end if ends_soon else second.end
 
     def num_sent(self, sequence: SimulatedSequence) -> int:
         if sequence.slot is None or not sequence.is_decoding or len(sequence.tokens) <= sequence.base:
@@ -66,57 +65,67 @@ class JumpingReplica(SimulatedReplica):
 
     # Many dispatches at once.
 
+    def _step(self, now: int) -> None:
+        if self._num_jumped:
+            self._advance(self._num_jumped)
+        super()._step(now)
+        self._jump()
+
+    def _pass(self, now: int) -> None:
+        super()._pass(now)
+        if self._num_jumped:
+            self._advance(self._num_sent_before(now))
+
     def _jump(self) -> None:
         """Plans as many dispatches of the sequences that decode as none of them ends in, and the pages last for."""
-        if len(self._in_flight) < MAX_IN_FLIGHT or self._num_chunk_flights or self._needs_scheduler() or self._is_short:
+        if len(self._in_flight) < MAX_IN_FLIGHT or self._num_chunk_flights or self._inbox or not self._num_decoding:
             return
         first, second = self._in_flight
-        if not self._num_decoding or self._inbox or first.tick in self._ends or second.tick in self._ends:
+        if self._is_short or first.tick in self._ends or second.tick in self._ends or self._needs_scheduler():
             return
         while self._end_ticks[0] <= second.tick:
             heapq.heappop(self._end_ticks)
-        pool, number = self.scheduler.pool, len(self.scheduler.running)
-        lasting = self._written_tick + pool.num_available // number * self.options.page_size - 1
+        number = len(self.scheduler.running)
+        lasting = self._written_tick + self._pool.num_available // number * self.options.page_size - 1
         count = min(self._end_ticks[0], lasting) - self._tick
         if count > 1:
             self._num_jumped = count
-            self.wake_at = second.end + self._seconds_of(count - 1)
+            self.wake_at = second.end + self._picoseconds_of(count - 1)
 
-    def _seconds_of(self, count: int) -> int:
-        """Picoseconds of the next `count` dispatches."""
+    def _picoseconds_of(self, count: int) -> int:
+        """Of the next `count` dispatches."""
         number = self._num_decoding
         attended = count * self._attended + number * (count * (count + 1) // 2)
-        return count * self.times.products(number, number) + self.times.key * attended
+        return count * self._decode_times[number] + self.times.key * attended
 
-    def _advance(self, now: int) -> None:
-        """Passes the dispatches that were planned at once and sent before this time."""
-        if not self._num_jumped:
-            return
-        limit, self._num_jumped = self._num_jumped, 0
+    def _num_sent_before(self, now: int) -> int:
+        """Dispatches of those that were planned at once that are sent before this time: one when the one two before it
+        ends."""
         first, second = self._in_flight
-        end = second.end
-
-        # One is sent when the one two before it ends.
-        def is_sent(number: int) -> bool:
-            sent = first.end if number == 1 else end + self._seconds_of(number - 2)
-            return sent < now
-
-        low, high = 0, limit  # is_sent(low), not is_sent(high + 1)
+        if first.end >= now:
+            return 0
+        low, high = 1, self._num_jumped
         while low < high:
             middle = (low + high + 1) // 2
-            if is_sent(middle):
+            if second.end + self._picoseconds_of(middle - 2) < now:
                 low = middle
             else:
                 high = middle - 1
-        if low:
-            ends = [end + self._seconds_of(low - 1), end + self._seconds_of(low)]
-            self._attended += low * self._num_decoding
-            self._tick += low
+        return low
+
+    def _advance(self, count: int) -> None:
+        """Passes `count` of the dispatches that were planned at once, and plans no more of them."""
+        self._num_jumped = 0
+        end = self._in_flight[1].end
+        if count:
+            ends = end + self._picoseconds_of(count - 1), end + self._picoseconds_of(count)
+            self._attended += count * self._num_decoding
+            self._tick += count
             self._read_tick = self._tick - MAX_IN_FLIGHT
-            self.num_steps += low
+            self.num_steps += count
             self._in_flight.clear()
-            self._in_flight += [SimulatedFlight(ends[0], (), None, self._tick - 1)]
-            self._in_flight += [SimulatedFlight(ends[1], (), None, self._tick)]
+            self._in_flight.append(SimulatedFlight(ends[0], (), None, self._tick - 1))
+            self._in_flight.append(SimulatedFlight(ends[1], (), None, self._tick))
             self._device_free_at = ends[1]
             self._leave_at_end()
         self.wake_at = self._in_flight[0].end
@@ -127,7 +136,7 @@ class JumpingReplica(SimulatedReplica):
         """True if the next dispatch may be another one than a step of each decoding sequence."""
         if self._prefilling or (self.scheduler.waiting and not self._is_blocked):
             return True
-        return self._most_pages(self._tick + 1) > self.scheduler.pool.num_available
+        return self._most_pages(self._tick + 1) > self._pool.num_available
 
     def _most_pages(self, tick: int) -> int:
         """Pages that running sequences take until a tick, at most, beyond those that they have."""
@@ -141,7 +150,7 @@ class JumpingReplica(SimulatedReplica):
         size, starting = self.options.page_size, waiting[: self.options.max_seqs - len(running)]
         needed = sum(len(one.tokens) // size + 2 for one in starting) + len(running)
         needed += sum(one.target // size + 1 - len(one.tables[0]) for one in self._prefilling)
-        return self.scheduler.pool.num_available - self._most_pages(self._tick + 1) >= needed
+        return self._pool.num_available - self._most_pages(self._tick + 1) >= needed
 
     def _take_inbox(self) -> None:
         if self._inbox and not self.scheduler.waiting:
@@ -257,7 +266,7 @@ class JumpingReplica(SimulatedReplica):
 
     def _may_evict(self, tick: int) -> bool:
         """True if what running sequences take until a tick may be more than the free pages."""
-        pool = self.scheduler.pool
+        pool = self._pool
         return pool.num_idle > 0 and self._most_pages(tick) > pool.num_available - pool.num_idle
 
     def _write_sequences(self) -> None:
@@ -275,7 +284,7 @@ class JumpingReplica(SimulatedReplica):
         table = sequence.tables[0]
         missing = -(-stored // self.options.page_size) - len(table)
         if missing > 0:
-            table += self.scheduler.pool.allocate(missing)
+            table += self._pool.allocate(missing)
 
     def _write_tokens(self) -> None:
         """Gives the decoding sequences the tokens that they have, where all results were read."""

@@ -33,7 +33,7 @@ class SimulatedFlight:
 
 
 class SimulatedReplica:
-    """Runs sequences step by step. Call `wake` at `wake_at`, unless that is None.
+    """Runs sequences step by step. Call `wake` at `due_at`, unless that is None: no sequence ends before it.
 
     Args:
       options: of the scheduler, whose dispatches are single steps. times: of its device.
@@ -47,7 +47,7 @@ class SimulatedReplica:
             raise ValueError(f"dispatches of a server are single steps, got {options.steps_per_dispatch}")
         self.options, self.times, self.on_end = options, times, on_end
         self.scheduler = Scheduler(replace(options, max_waiting=None))  # `check_room` limits the queue
-        self.wake_at: int | None = None
+        self.wake_at: int | None = None  # of its next step
         self.num_steps = 0
         self.num_added = self.num_ended = 0
         self._inbox: list[SimulatedSequence] = []
@@ -59,7 +59,8 @@ class SimulatedReplica:
 
     def add(self, sequence: SimulatedSequence, now: int) -> None:
         """Takes a sequence, which the scheduler gets between two steps. Raises QueueFullError."""
-        self.check_room()
+        self.check_room()  # before anything is changed
+        self._pass(now)
         self.num_added += 1
         self._inbox.append(sequence)
         if self.wake_at is None:
@@ -71,7 +72,22 @@ class SimulatedReplica:
         if limit is not None and self.num_added - self.num_ended >= limit + self.options.max_seqs:
             raise QueueFullError(f"{limit} requests wait already")
 
+    @property
+    def due_at(self) -> int | None:
+        """When `wake` is to be called next; None where nothing runs."""
+        return self.wake_at
+
     def wake(self, now: int) -> None:
+        """Brings it up to this time, all of whose arrivals it has."""
+        while self.wake_at is not None and self.wake_at <= now:
+            self._step(self.wake_at)
+
+    def _pass(self, now: int) -> None:
+        """Brings it up to the moment before this time."""
+        while self.wake_at is not None and self.wake_at < now:
+            self._step(self.wake_at)
+
+    def _step(self, now: int) -> None:
         """Reads what has ended, plans and sends what comes next, as `Engine.step` does again and again."""
         if self._in_flight:
             self._commit(self._in_flight.popleft(), now)
@@ -97,7 +113,7 @@ class SimulatedReplica:
 
     def lose(self, now: int) -> list[SimulatedSequence]:
         """The unfinished sequences of a replica that fails at this time, which knows nothing after it."""
-        del now
+        self._pass(now)
         return [*self._inbox, *self.scheduler.waiting, *self.scheduler.running]  # type: ignore[list-item]
 
     def num_sent(self, sequence: SimulatedSequence) -> int:

@@ -98,12 +98,12 @@ def run_fleet(
 class _Place:
     """Where a replica runs, or is started again."""
 
-    __slots__ = ("load", "number", "replica", "version", "wake_at")
+    __slots__ = ("due_at", "load", "number", "replica", "version")
 
     def __init__(self, number: int, replica: SimulatedReplica):
         self.number, self.replica = number, replica
         self.version = self.load = 0
-        self.wake_at: int | None = None
+        self.due_at: int | None = None
 
 
 class _Fleet:
@@ -190,6 +190,8 @@ class _Fleet:
             self._close(sequence.number, QUEUE_FULL)
             return
         self._set_load(place, place.load + 1)
+        if place.replica.wake_at == self.env.now:
+            place.replica.wake(self.env.now)
         self._schedule(place)
 
     def _choose(self, sequence: SimulatedSequence) -> int:
@@ -227,20 +229,20 @@ class _Fleet:
         return self._kind(self.model.options, self.model.times, partial(self._end, number))
 
     def _schedule(self, place: _Place) -> None:
-        wake_at = place.replica.wake_at
-        if wake_at == place.wake_at:
+        due_at = place.replica.due_at
+        if due_at == place.due_at:
             return
-        place.wake_at = wake_at
+        place.due_at = due_at
         place.version += 1
-        if wake_at is not None:
-            event = self.env.timeout(wake_at - self.env.now)
+        if due_at is not None:
+            event = self.env.timeout(due_at - self.env.now)
             event.callbacks.append(partial(self._wake, place, place.version))
 
     def _wake(self, place: _Place, version: int, event: Any) -> None:
         if version != place.version:
             return  # it has another time by now
         self.num_events += 1
-        place.wake_at = None
+        place.due_at = None
         place.replica.wake(self.env.now)
         self._schedule(place)
 
@@ -255,7 +257,7 @@ class _Fleet:
         lost = replica.lose(self.env.now)
         self._count(replica)
         place.version += 1
-        place.wake_at, place.load = None, 0
+        place.due_at, place.load = None, 0
         self.index.remove(place.number)
         if self._router is not None:
             self._router.remove(place.number)
