@@ -10,7 +10,7 @@ import typer
 
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.bench import check_picture
-from jaxinfer.cli.command import UsageError, command, say
+from jaxinfer.cli.command import UsageError, command
 from jaxinfer.cli.names import NamedCommand, NamedGroup
 from jaxinfer.cli.options import as_json, given, given_values
 from jaxinfer.cli.output import write_report
@@ -34,7 +34,8 @@ class SimulateOptions:
     trace: str = option(
         MISSING,
         "Arrivals: a .csv file of BurstGPT or Azure, a .jsonl file of Mooncake, or made ones, such as "
-        "poisson:rate=4,prompt=512,answer=128,requests=1000 (gamma with cv=X; conversations with turns, shared, think).",
+        "poisson:rate=4,prompt=512,answer=128,requests=1000 (or gamma with cv, or conversations with turns, shared and "
+        "think).",
         "FILE|KIND:...",
     )
     model: str = option(

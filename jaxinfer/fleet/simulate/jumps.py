@@ -1,4 +1,4 @@
-"""The same replica, in whose time decode steps of unchanged sequences pass at once.
+"""A replica in whose time decode steps of unchanged sequences pass at once, which gives what `SimulatedReplica` gives.
 
 While nothing waits that could begin, a dispatch is one step of each decoding sequence, and the scheduler need not be
 called for it. Such dispatches are counted in *ticks*; what a sequence has is a function of the tick, written to it when
@@ -93,7 +93,7 @@ class JumpingReplica(SimulatedReplica):
             self.wake_at = second.end + self._picoseconds_of(count - 1)
 
     def _picoseconds_of(self, count: int) -> int:
-        """Of the next `count` dispatches."""
+        """Time of the next `count` dispatches."""
         number = self._num_decoding
         attended = count * self._attended + number * (count * (count + 1) // 2)
         return count * self._decode_times[number] + self.times.key * attended
@@ -146,10 +146,12 @@ class JumpingReplica(SimulatedReplica):
         """True if there are pages for all that may begin, whatever running sequences have taken meanwhile."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if len(waiting) > 8 and self.options.reuses_prefixes:
-            return False  # those that wait for a common beginning are passed over, which makes it hard to say who begins
+            return (
+                False  # those that wait for a common beginning are passed over, which makes it hard to say who begins
+            )
         size, starting = self.options.page_size, waiting[: self.options.max_seqs - len(running)]
-        needed = sum(len(one.tokens) // size + 2 for one in starting) + len(running)
-        needed += sum(one.target // size + 1 - len(one.tables[0]) for one in self._prefilling)
+        needed = sum(len(sequence.tokens) // size + 2 for sequence in starting) + len(running)
+        needed += sum(sequence.target // size + 1 - len(sequence.tables[0]) for sequence in self._prefilling)
         return self._pool.num_available - self._most_pages(self._tick + 1) >= needed
 
     def _take_inbox(self) -> None:
@@ -158,6 +160,7 @@ class JumpingReplica(SimulatedReplica):
         super()._take_inbox()
 
     def _plan(self, now: int) -> SimulatedFlight | None:
+        self._is_short = False
         if self._needs_scheduler():
             if self._may_evict(self._tick + 1) or not self._has_plenty():
                 return self._plan_by_scheduler(now)

@@ -10,8 +10,8 @@ from jaxinfer.planning import PlanRequest, make_plan
 
 
 def replica_model(request: PlanRequest, max_waiting: int | None = 1024) -> ReplicaModel:
-    """One replica of a plan's request, counted and not compiled: an engine of `jaxinfer serve` on the devices of a mesh.
-    A place on which the mesh has several (`data`) holds several replicas.
+    """One replica of a plan's request, counted and not compiled: an engine of `jaxinfer serve` on the devices of a
+    mesh. A place on which the mesh has several (`data`) holds several replicas.
 
     Raises ValueError where not even one sequence of the greatest length fits.
     """

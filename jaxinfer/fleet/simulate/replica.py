@@ -40,9 +40,7 @@ class SimulatedReplica:
       on_end: is called with each sequence that ends, and the time.
     """
 
-    def __init__(
-        self, options: SchedulerOptions, times: StepTimes, on_end: Callable[[SimulatedSequence, int], None]
-    ):
+    def __init__(self, options: SchedulerOptions, times: StepTimes, on_end: Callable[[SimulatedSequence, int], None]):
         if options.steps_per_dispatch != 1:
             raise ValueError(f"dispatches of a server are single steps, got {options.steps_per_dispatch}")
         self.options, self.times, self.on_end = options, times, on_end
@@ -138,7 +136,7 @@ class SimulatedReplica:
         if plan is None or plan.is_empty:
             return None
         decodes: Any = plan.decodes
-        return self._sent(now, plan.chunks, decodes, len(decodes), sum(self._attends(one) for one in decodes))
+        return self._sent(now, plan.chunks, decodes, len(decodes), sum(map(self._attends, decodes)))
 
     def _attends(self, sequence: SimulatedSequence) -> int:
         return self.times.decoding(sequence.num_stored)
@@ -184,4 +182,3 @@ class SimulatedReplica:
         self.scheduler.finish(sequence, "length")
         self.num_ended += 1
         self.on_end(sequence, now)
-

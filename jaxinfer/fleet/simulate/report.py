@@ -46,7 +46,7 @@ class FleetFigures:
 
     @property
     def share(self) -> float:
-        """Of the requests, those that are served within the goal."""
+        """Share of the requests that are served within the goal."""
         return self.num_good / self.num_requests
 
 

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, in time that hardly grows with their number."""
+"""Routing of a request, in time that hardly grows with the number of replicas."""
 
 import heapq
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A fleet's time: arrivals, steps of replicas, failures, as discrete events.
+"""A fleet in modelled time: arrivals, steps of replicas, failures, as discrete events.
 
 simpy keeps the events in order. An arrival comes before all else of its time.
 """
@@ -29,10 +29,11 @@ MOST_FAILURES = 2  # of replicas, without a new token in between, after which a 
 
 @dataclass(frozen=True)
 class ReplicaModel:
-    """What each replica is.
+    """Options and times of each replica.
 
     Attributes:
-      options: of its scheduler. times: of its steps. max_model_len: tokens of a request at most. num_chips: that it has.
+      options: of its scheduler. times: of its steps. max_model_len: tokens of a request at most.
+      num_chips: that it has.
     """
 
     options: SchedulerOptions
@@ -48,7 +49,7 @@ class ReplicaModel:
 
 @dataclass(frozen=True)
 class FleetRun:
-    """What came of each request of a trace, and counts of the fleet.
+    """Results of each request of a trace, and counts of the fleet.
 
     Attributes:
       trace, num_replicas: what was run. status: SERVED, QUEUE_FULL, TOO_LONG or LOST. first, last: picoseconds from
@@ -96,7 +97,7 @@ def run_fleet(
 
 
 class _Place:
-    """Where a replica runs, or is started again."""
+    """A replica's place in the fleet, in which it is started again when it has failed."""
 
     __slots__ = ("due_at", "load", "number", "replica", "version")
 
@@ -107,14 +108,12 @@ class _Place:
 
 
 class _Fleet:
-    def __init__(
-        self, trace: ArrivalTrace, model: ReplicaModel, num_replicas: int, options: FleetOptions, jumps: bool
-    ):
+    def __init__(self, trace: ArrivalTrace, model: ReplicaModel, num_replicas: int, options: FleetOptions, jumps: bool):
         try:
             import simpy
         except ImportError:
             raise ImportError(f"simulating a fleet needs simpy: {install_hint('simulate')}") from None
-        self.env = simpy.Environment()
+        self.env: Any = simpy.Environment()  # whose times are integers here
         self.trace, self.model, self.options = trace, model, options
         self._most_tokens = model.most_tokens
         self._kind = JumpingReplica if jumps and can_jump(model.options, model.times) else SimulatedReplica
@@ -262,7 +261,7 @@ class _Fleet:
         if self._router is not None:
             self._router.remove(place.number)
         self.env.timeout(round(self.options.restart_time * SECOND)).callbacks.append(partial(self._restart, place))
-        for sequence in sorted(lost, key=lambda one: one.number):
+        for sequence in sorted(lost, key=_number):
             self._go_on(sequence, replica.num_sent(sequence))
 
     def _go_on(self, sequence: SimulatedSequence, num_sent: int) -> None:
@@ -290,3 +289,7 @@ class _Fleet:
         self._reused += counters.reused_tokens
         self._computed += counters.computed_prompt_tokens
         self._preempted += counters.num_preemptions
+
+
+def _number(sequence: SimulatedSequence) -> int:
+    return sequence.number

@@ -1,4 +1,4 @@
-"""Times of an engine's steps, in whole picoseconds, so that any number of steps added at once is the sum of them all."""
+"""Times of an engine's steps, in whole picoseconds: many steps at once take exactly the sum of them all."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,7 +73,8 @@ class StepTimes:
         block = KEYS * counted.token_cache_bytes / (attention_layers * config.num_kv_heads)
         reading = costs.attention_rate(spec.kv_dtype, block)
         pair = SECOND / costs.product_share / rates.flops["bf16"]
-        windowed = dict.fromkeys((window for window, _ in (*counted.window_bytes, *counted.window_keys)), (0, 0.0))
+        windows = {window for window, _ in (*counted.window_bytes, *counted.window_keys)}
+        windowed: dict[int, tuple[int, float]] = dict.fromkeys(sorted(windows), (0, 0.0))
         for window, size in counted.window_bytes:
             windowed[window] = (windowed[window][0] + size, windowed[window][1])
         for window, of_key in counted.window_keys:
@@ -93,8 +94,7 @@ class StepTimes:
             key=round(SECOND * full / reading),
             pair=pair * counted.key_flops,
             windows=tuple(
-                (window, round(SECOND * size / reading), pair * of_key)
-                for window, (size, of_key) in windowed.items()
+                (window, round(SECOND * size / reading), pair * of_key) for window, (size, of_key) in windowed.items()
             ),
             notes=_notes(chip, devices),
         )
@@ -105,7 +105,7 @@ class StepTimes:
         return not self.windows
 
     def products(self, num_tokens: int, num_logits: int) -> int:
-        """Of a step, without attention."""
+        """Time of a step without attention."""
         weights = self.weights[min(num_tokens, len(self.weights)) - 1]
         computed = num_tokens * self.token + num_logits * self.logit
         return self.fixed + max(weights, computed) + num_tokens * self.exchange

@@ -66,7 +66,7 @@ class ArrivalTrace:
         return replace(self, blocks=blocks, **parts)
 
     def at_rate(self, rate: float) -> "ArrivalTrace":
-        """The same requests, so many per second on average. Raises ValueError for those that all arrive at once."""
+        """These requests, so many per second on average. Raises ValueError for those that all arrive at once."""
         if not self.seconds:
             raise ValueError(f"{self.name}: all requests arrive at once, which no rate changes")
         factor = self.rate / rate
@@ -143,7 +143,7 @@ def _read_mooncake(file: Path) -> ArrivalTrace:
             numbers.append(value)
         ids = row.get("hash_ids")
         needed = -(-int(numbers[1]) // MOONCAKE_BLOCK)
-        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        if not isinstance(ids, list) or not all(type(block) is int for block in ids):
             raise ValueError(f"{where}: hash_ids must be a list of integers, got {ids!r:.60}")
         if not needed - 1 <= len(ids) <= needed:
             raise ValueError(
@@ -293,5 +293,3 @@ def _conversations(
     return ArrivalTrace(
         text, [time - first for time in times], prompts, answers, blocks, MADE_BLOCK, True, notes=(note,)
     )
-
-
