@@ -70,7 +70,8 @@ class StepTimes:
         flops = {**counted.token_flops, head: counted.token_flops[head] - head_flops}
         seconds = rates.compute_seconds(flops) / costs.product_share * deterministic
         logit = rates.compute_seconds({head: head_flops}) / costs.product_share * deterministic
-        block = KEYS * counted.token_cache_bytes / (attention_layers * config.num_kv_heads)
+        devices = axes.get(MODEL, 1)
+        block = KEYS * counted.token_cache_bytes * devices / (attention_layers * config.num_kv_heads)
         reading = costs.attention_rate(spec.kv_dtype, block)
         pair = SECOND / costs.product_share / rates.flops["bf16"]
         windows = {window for window, _ in (*counted.window_bytes, *counted.window_keys)}
@@ -80,7 +81,6 @@ class StepTimes:
         for window, of_key in counted.window_keys:
             windowed[window] = (windowed[window][0], windowed[window][1] + of_key)
         full = counted.token_cache_bytes - sum(size for size, _ in windowed.values())
-        devices = axes.get(MODEL, 1)
         # Two sums over the devices in each layer, in which each sends and receives its parts of all others' rows.
         exchanged = 2 * layers * 2 * (devices - 1) / devices * config.hidden_size * EXCHANGE_BYTES
         return cls(

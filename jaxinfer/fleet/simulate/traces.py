@@ -269,7 +269,8 @@ def _conversations(
     (exponential) after the one before, whenever that was answered. All begin with `shared` tokens."""
     count, turns = int(chosen["requests"]), int(chosen["turns"])
     shared = int(chosen["shared"]) // MADE_BLOCK * MADE_BLOCK
-    num_conversations = -(-count // turns)
+    # More than are needed, so that the last requests come as often as others; what comes after them is cut off.
+    num_conversations = math.ceil(count / turns + chosen["rate"] * chosen["think"])
     starts = np.cumsum(numbers.exponential(turns / chosen["rate"], num_conversations))
     read: list[tuple[int, int, int, Sequence[int]]] = []
     common, next_id = tuple(range(shared // MADE_BLOCK)), shared // MADE_BLOCK
