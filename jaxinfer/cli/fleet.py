@@ -88,7 +88,7 @@ def simulate(options: SimulateOptions, fleet: FleetOptions, goal: ServiceGoal) -
     with Stage("planning"):
         model = _replica_model(options, fleet, reuses_prefixes=trace.blocks is not None)
     runs: list[FleetRun] = []
-    begun = time.perf_counter()
+    begun = time.perf_counter(), time.process_time()
 
     def run(size: int):
         with Stage(f"simulating {size} replicas", len(trace), "request") as stage:
@@ -105,16 +105,24 @@ def simulate(options: SimulateOptions, fleet: FleetOptions, goal: ServiceGoal) -
             needed = next((row.num_replicas for row in rows if row.share >= goal.slo_share), None)
     finally:
         gc.enable()
-    seconds = time.perf_counter() - begun
+    seconds, processor = time.perf_counter() - begun[0], time.process_time() - begun[1]
     notes = [*model.times.notes, *trace.notes]
     if options.picture is not None:
         from jaxinfer.fleet.simulate.picture import draw_fleets
 
         title = f"{options.model} on {options.on}, {trace.name}, {trace.rate:,.3g} requests a second"
         draw_fleets(title, rows, goal, request_times(runs[0]), options.picture)
-    told = {**report_dict(trace, rows, needed, goal, notes), "simulated_in_seconds": seconds}
+    told = {
+        **report_dict(trace, rows, needed, goal, notes),
+        "simulated_in_seconds": seconds,
+        "processor_seconds": processor,
+    }
     text = report_text(trace, rows, needed, goal, notes, is_search=is_search)
-    write_report(told, lambda _: text + f"simulated in {seconds:,.1f} s\n", as_json=options.as_json)
+    write_report(
+        told,
+        lambda _: text + f"simulated in {seconds:,.1f} s, {processor:,.1f} of them on the processor\n",
+        as_json=options.as_json,
+    )
 
 
 def _replica_model(options: SimulateOptions, fleet: FleetOptions, *, reuses_prefixes: bool) -> "ReplicaModel":

@@ -15,7 +15,9 @@ def test_the_index_chooses_as_the_router():
     for _ in range(3000):
         family = numbers.randrange(6)  # prompts of a family begin alike
         length = numbers.randrange(8)
-        keys = [family * 100 + block for block in range(length)] + [10_000 * (10 * family + length + 1) + numbers.randrange(9)]
+        keys = [family * 100 + block for block in range(length)] + [
+            10_000 * (10 * family + length + 1) + numbers.randrange(9)
+        ]
         if numbers.random() < 0.01:
             lost = numbers.choice(list(loads))
             for router in (plain, indexed):
