@@ -11,6 +11,7 @@ from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli import options
 from jaxinfer.cli.main import app
 from jaxinfer.fleet.front.options import FrontOptions
+from jaxinfer.fleet.simulate.options import FleetOptions, ServiceGoal
 from jaxinfer.option_names import NAMES, OtherName
 from jaxinfer.options import Description, describe
 from jaxinfer.sampling.params import SamplingParams
@@ -36,6 +37,8 @@ TABLES = (
     ("Sampling", "Fields of `SamplingParams` and flags of the commands that generate.", SamplingParams),
     ("Server", "Flags of `jaxinfer serve`, fields of `jaxinfer.server.options.ServerOptions`.", ServerOptions),
     ("Front", "Flags of `jaxinfer front`, fields of `jaxinfer.fleet.front.options.FrontOptions`.", FrontOptions),
+    ("Simulated fleet", "Flags of `jaxinfer fleet simulate`, fields of `FleetOptions`.", FleetOptions),
+    ("Goal of a fleet", "Flags of `jaxinfer fleet simulate`, fields of `ServiceGoal`.", ServiceGoal),
     ("Several hosts", "Flags of `jaxinfer generate` and `jaxinfer batch`.", options.HostsOptions),
 )
 

@@ -16,6 +16,7 @@ AREAS = {
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
     *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
     *("models", "parallel", "planning", "policies", "quantization", "replays", "sampling", "schemas", "server"),
+    "simulate",
     "speculative",
     *("store", "text", "tool-calls", "training", "training_heads", "trees", "vocabularies"),
 }

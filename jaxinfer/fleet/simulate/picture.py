@@ -44,12 +44,16 @@ def draw_fleets(
 
 
 def _draw_times(axes: Any, rows: Sequence[FleetFigures], name: str, label: str, limit: float) -> None:
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     sizes = [row.num_replicas for row in rows]
     for index, percent in enumerate(PERCENTS):
         values = [getattr(row, name)[index] for row in rows]
         axes.plot(sizes, values, "o-", color=_SHADES[index], markersize=4, label=f"p{percent}")
     axes.axhline(limit, color="#ff725c", linestyle="--", linewidth=1, label="limit")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
     axes.set_ylabel(label)
     _replicas_axis(axes, sizes)
     axes.legend(fontsize=8, frameon=False)

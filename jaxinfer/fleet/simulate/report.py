@@ -229,10 +229,6 @@ def report_text(
         if told := ", ".join(f"{count:,} {name}" for name, count in counts.items() if count):
             lines.append(f"{row.num_replicas} replicas: {told}")
     if is_search:
-        enough = f"{goal.slo_share:.4g} of the requests"
-        lines.append(
-            f"needed: {needed} replicas, for {enough}"
-            if needed is not None
-            else f"needed: more than {rows[-1].num_replicas} replicas, for {enough}"
-        )
+        number = f"more than {rows[-1].num_replicas}" if needed is None else f"{needed}"
+        lines.append(f"needed: {number} replicas, for {100 * goal.slo_share:.4g} % of the requests to be good")
     return "\n".join([*lines, *(f"note: {note}" for note in notes)]) + "\n"

@@ -38,6 +38,7 @@ def assert_equal(trace, model, num_replicas=3, **options):
     return jumped
 
 
+@pytest.mark.slow
 def test_a_request_alone_takes_the_sum_of_its_steps():
     trace = ArrivalTrace("one", [0], [600], [3])
     run = run_fleet(trace, replica_model(), 1)
@@ -116,6 +117,7 @@ def test_any_engine_passes_many_steps_at_once(
     assert_equal(open_trace(text, seed), model, routing=routing, mtbf=mtbf, restart_time=2.0, seed=seed)
 
 
+@pytest.mark.slow
 def test_what_a_replica_refuses():
     model = replica_model(max_model_len=100, max_seqs=1, max_waiting=1)
     trace = ArrivalTrace("five", [0, 0, 0, 0], [50, 50, 50, 90], [10, 10, 10, 11])
@@ -128,6 +130,7 @@ def test_what_a_replica_refuses():
         replica.add(SimulatedSequence(2, 5, 5), 0)
 
 
+@pytest.mark.slow
 def test_windows_are_simulated_step_by_step():
     windows = replica_model(more_groups=(CacheGroup(100, 64),)).options
     assert not can_jump(windows, TIMES)
@@ -139,6 +142,7 @@ def test_windows_are_simulated_step_by_step():
         SimulatedReplica(replica_model(steps_per_dispatch=8).options, TIMES, lambda sequence, now: None)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_at_another_replica():
     """The replica fails while an answer is decoded: the other one computes the prompt and what was sent."""
     model = replica_model()
@@ -152,6 +156,7 @@ def test_a_stream_goes_on_at_another_replica():
     assert whole.last[0] < run.last[0] < whole.last[0] + 1000 * MS * run.num_failovers
 
 
+@pytest.mark.slow
 def test_a_request_that_two_replicas_did_not_begin_is_lost():
     slow = replica_model(StepTimes(fixed=10**6 * MS))
     run = run_fleet(ArrivalTrace("one", [0], [5], [5]), slow, 2, FleetOptions(mtbf=0.01, restart_time=1.0))
