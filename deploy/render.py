@@ -1,7 +1,8 @@
 """Renders the chart into kubernetes/, for people without Helm, or checks it: python deploy/render.py [--check]
 
-Runs in .venv-manifests (deploy/requirements.txt). A check lints the chart with all files of values, compares kubernetes/ with
-what the chart renders, and validates every object: by the schemas of Kubernetes, strictly, or by those of schemas/.
+Runs in .venv-manifests (deploy/requirements.txt). A check lints the chart with all files of values, compares
+kubernetes/ with what the chart renders, and validates every object: by the schemas of Kubernetes, strictly, or by those
+of schemas/.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Makes the chart's files of values by `jaxinfer plan`, and the manifests of kubernetes/ from the chart: python deploy/update.py
+"""Makes the chart's files of values by `jaxinfer plan`, and from the chart the manifests of kubernetes/.
 
-The manifests are rendered by Helm, which `make test-manifests` installs into .venv-manifests.
+Run as python deploy/update.py. The manifests are rendered by Helm, which `make manifests` installs into
+.venv-manifests.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ MANIFESTS_PYTHON = DEPLOY.parent / ".venv-manifests" / "bin" / "python"
 
 # Assumptions, where a plan has no figure.
 DISK_BYTES_A_SECOND = 200e6  # of the volume of weights
-COMPILE_SECONDS = 60  # of one program
+COMPILE_SECONDS = 120  # of one program: those of Qwen3-8B for a v6e take a minute of processor time each
 START_SECONDS = 60  # of Python and JAX
 PROGRAM_BYTES = 16 << 30  # of the host, beside the weights on their way to the devices: Python, XLA while it compiles
 MOST_SEQS = 256
@@ -32,9 +33,9 @@ class Target:
     """A model on chips, and what their nodes are called.
 
     Attributes:
-      model: folder in models/, and on the volume of weights. on: as of `jaxinfer plan`. context: tokens of a prompt with its answer.
-      resource, chips_per_host, node_selector: as the cluster names them. mesh: axes, where the plan's own do not do.
-      route, env, more: values that no plan makes.
+      model: folder in models/, and on the volume of weights. on, mesh: as of `jaxinfer plan`. context: tokens of a
+        prompt with its answer. resource, chips_per_host, node_selector: as the cluster names them.
+      env: variables that change what JAX may use. hosts: values of several hosts.
     """
 
     model: str
@@ -45,7 +46,7 @@ class Target:
     node_selector: dict[str, str]
     mesh: str | None = None
     env: dict[str, str] = field(default_factory=dict)
-    more: dict[str, object] = field(default_factory=dict)
+    hosts: dict[str, str] = field(default_factory=dict)
 
 
 def tpu_nodes(accelerator: str, topology: str) -> dict[str, str]:
@@ -64,7 +65,7 @@ TARGETS = {
     "v6e-hosts": Target(
         *("qwen3-235b-a22b", "v6e:4x8", 8192, TPU, 4, tpu_nodes("tpu-v6e-slice", "4x8")),
         mesh="model=32",
-        more={"exclusiveTopology": "cloud.google.com/gke-nodepool"},
+        hosts={"exclusiveTopology": "cloud.google.com/gke-nodepool"},
     ),
 }
 
@@ -120,7 +121,7 @@ def values_of(target: Target) -> tuple[str, dict[str, object]]:
     if target.env:
         values["env"] = target.env
     if num_hosts > 1:
-        values["hosts"] = {"size": num_hosts, **target.more}
+        values["hosts"] = {"size": num_hosts, **target.hosts}
     variables = "".join(f"{name}={value} " for name, value in target.env.items())
     mesh = f" --mesh {target.mesh}" if target.mesh else ""
     command = (
@@ -149,7 +150,7 @@ def main() -> int:
         path.write_text(text)
         print(path.relative_to(DEPLOY.parent))
     if not MANIFESTS_PYTHON.exists():
-        print("error: the manifests are rendered by Helm: make test-manifests installs it", file=sys.stderr)
+        print("error: the manifests are rendered by Helm: make manifests installs it", file=sys.stderr)
         return 1
     return subprocess.run([MANIFESTS_PYTHON, DEPLOY / "render.py"], check=False).returncode
 

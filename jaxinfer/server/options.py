@@ -99,8 +99,8 @@ class ServerOptions:
     )
     open_metrics: bool = _access(
         False,
-        "/metrics needs no key, for readers that send none, such as the endpoint picker of a Kubernetes gateway. It has "
-        "counts, names of models, and of adapters that any key may name; nothing of requests.",
+        "/metrics needs no key, for readers that send none, such as the endpoint picker of a Kubernetes gateway. It "
+        "has counts, names of models, and of adapters that any key may name; nothing of requests.",
     )
     max_queued: int = _load(256, "Answers that may wait; a request beyond them is refused with status 429.", "N", min=1)
     max_queued_tokens: int = _load(

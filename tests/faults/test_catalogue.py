@@ -15,8 +15,8 @@ AREAS = {
     "front",
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
     *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
-    *("manifests", "models", "parallel", "planning", "policies", "quantization", "replays", "sampling", "schemas", "server"),
-    "speculative",
+    *("models", "parallel", "planning", "policies", "quantization", "replays", "sampling", "schemas", "server"),
+    *("manifests", "speculative"),
     *("store", "text", "tool-calls", "training", "training_heads", "trees", "vocabularies"),
 }
 
