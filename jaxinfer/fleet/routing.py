@@ -1,7 +1,7 @@
 """Routing by prefix: a request goes to the replica that has most of its prompt cached, unless that one is too busy.
 
-The router does not ask the replicas: it remembers which prompts it sent where, and forgets the oldest as their caches do
-(as SGLang's and vLLM's routers). Plain Python: no JAX here.
+The router remembers which prompts it sent where, and forgets the oldest as caches do, without asking the replicas (as
+SGLang's and vLLM's routers). Plain Python: no JAX here.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ def block_keys(prompt: bytes, block_bytes: int, salt: bytes = b"") -> list[int]:
 
 
 class PrefixRouter(Generic[Name]):
-    """What each replica is thought to have cached.
+    """Which blocks each replica is thought to have cached.
 
     Args:
       max_blocks: that a replica's cache holds; the least recently used are forgotten.
