@@ -12,6 +12,7 @@ from jaxinfer.fleet.front.connection import Headers, NotReachedError, ReplicaCon
 from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.fleet.front.replicas import Replica, ReplicaSet
 from jaxinfer.fleet.front.sent import SentStream
+from jaxinfer.fleet.routing import block_keys
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.resume import SENT_TOKENS, TELL_TOKENS
 
@@ -29,6 +30,10 @@ _OF_A_CONNECTION = frozenset(
 _OF_A_REQUEST = _OF_A_CONNECTION | {b"host", b"content-length", b"accept-encoding", TELL_TOKENS.encode()}
 _OF_AN_ANSWER = _OF_A_CONNECTION | {b"date"}
 _POSITION = (b"last-event-id", b"x-jaxinfer-resume")
+_PROMPTS = ("messages", "prompt", "input")
+_BEFORE_PROMPTS = ("model", "cache_salt", "system", "instructions", "tools")  # what separates caches, or begins prompts
+_CALLERS = (b"authorization", b"x-api-key")  # of whom no two share a cache
+_BLOCK_BYTES = 128  # of text: about two pages of 16 tokens
 
 
 class FrontCounts:
@@ -67,6 +72,7 @@ class Relay:
             self._headers.append((TELL_TOKENS.encode(), b"1"))
         self._has_started = False  # the status was sent
         self._seed: int | None = None  # that the client was told
+        self._keys = prompt_keys(headers, body) if method == "POST" else []
         self._is_stream = False
         self._takes_tokens = True
         self._num_deaths = self._num_refused = 0
@@ -84,7 +90,7 @@ class Relay:
             await self._fail(as_api_error(error))
 
     async def _run(self) -> None:
-        while (replica := await self._replicas.choose(self._avoided)) is not None:
+        while (replica := await self._replicas.choose(self._keys, self._avoided)) is not None:
             replica.num_running += 1
             try:
                 if await self._answer(replica):
@@ -269,6 +275,18 @@ class Relay:
 
     async def _end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def prompt_keys(headers: Headers, body: bytes) -> list[int]:
+    """Keys of a request's prompt, for routing by prefix: of its text, as it stands in the body."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return []
+    callers = [value for name, value in headers if name in _CALLERS]
+    salt = b"\0".join((*callers, *(bytes(fields.get(name, b"")) for name in _BEFORE_PROMPTS)))
+    prompt = next((bytes(fields[name]) for name in _PROMPTS if name in fields), b"")
+    return block_keys(prompt, _BLOCK_BYTES, salt)
 
 
 async def _whole(connection: ReplicaConnection) -> bytes:

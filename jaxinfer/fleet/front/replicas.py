@@ -1,11 +1,12 @@
-"""The replicas: which are ready, which give the same answers, and which has the least to do."""
+"""The replicas: which are ready, which give the same answers, and which one a request goes to."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from jaxinfer.fleet.front.connection import ConnectionPool, ReplicaLostError
 from jaxinfer.fleet.front.options import FrontOptions, address_of
+from jaxinfer.fleet.routing import PrefixRouter
 
 _LOG = logging.getLogger("jaxinfer.fleet.front")
 _POLL_SECONDS = 0.5
@@ -75,6 +76,7 @@ class ReplicaSet:
         self.all = [Replica(url, options.stall_timeout) for url in options.replicas or ()]
         self._needs_keys = not options.is_loopback
         self._wait_timeout = options.wait_timeout
+        self._router = PrefixRouter[Replica](max_imbalance=options.max_imbalance)
         self._changed = asyncio.Event()  # some became ready
         self._look_again = asyncio.Event()
 
@@ -117,15 +119,21 @@ class ReplicaSet:
             self._changed.set()
         else:
             _LOG.warning("replica %s gets no requests: %s", replica.url, why)
+            self._router.remove(replica)
 
     def lost(self, replica: Replica, why: str) -> None:
         """It failed a request: it gets no other one before it has said that it is ready."""
         self._set(replica, why)
         self._look_again.set()
 
-    async def choose(self, avoided: Collection[Replica] = ()) -> Replica | None:
-        """The one with the fewest requests, one of the `avoided` only where there is no other; waits for one that is
-        ready. None where none has become ready in time."""
+    async def choose(self, keys: Sequence[int] = (), avoided: Collection[Replica] = ()) -> Replica | None:
+        """The one that has most of a prompt cached, of those that are not too busy, else the one with the fewest
+        requests; one of the `avoided` only where there is no other. Waits for one that is ready; None where none has
+        become ready in time.
+
+        Args:
+          keys: of the prompt (`jaxinfer.fleet.routing.block_keys`).
+        """
         try:
             async with asyncio.timeout(self._wait_timeout):
                 while not (ready := self.ready):
@@ -133,8 +141,4 @@ class ReplicaSet:
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return min(ready, key=_load(avoided))
-
-
-def _load(avoided: Collection[Replica]) -> Callable[[Replica], tuple[bool, int]]:
-    return lambda replica: (replica in avoided, replica.num_running)
+        return self._router.choose(keys, {replica: replica.num_running for replica in ready}, avoided)
