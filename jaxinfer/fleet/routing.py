@@ -45,7 +45,7 @@ class PrefixRouter(Generic[Name]):
         self._owners: dict[int, set[Name]] = {}
 
     def choose(self, keys: Sequence[int], loads: Mapping[Name, int], avoided: Collection[Name] = ()) -> Name:
-        """The replica for a request, which is thought to have its blocks from then on; of equal ones that with the fewest.
+        """The replica for a request, which is thought to have its blocks from then on; of equals, that with fewest.
 
         Args:
           keys: of the prompt (`block_keys`). loads: unfinished requests of each replica that may be chosen.
