@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxinfer.fleet.front.connection import Headers
 from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.fleet.front.relay import FrontCounts, Relay
-from jaxinfer.fleet.front.replicas import ReplicaSet
+from jaxinfer.fleet.front.replicas import FrontReplicas, ReplicaSet
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.http import ClientLeftError, while_connected
 from jaxinfer.server.resume import SENT_TOKENS
@@ -30,10 +30,14 @@ class FrontApp:
 
     What changes a server (loading, weights, adapters, pausing) is not passed on: it would change one replica of
     several.
+
+    Args:
+      replicas: those of the options unless given.
     """
 
-    def __init__(self, options: FrontOptions):
-        self._options, self.replicas, self.counts = options, ReplicaSet(options), FrontCounts()
+    def __init__(self, options: FrontOptions, replicas: FrontReplicas | None = None):
+        self._options, self.counts = options, FrontCounts()
+        self.replicas: FrontReplicas = ReplicaSet(options) if replicas is None else replicas
         self.num_running = 0
         self.is_draining = False
 

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
-from jaxinfer.fleet.front.connection import ConnectionPool, ReplicaLostError
+from jaxinfer.fleet.front.connection import ConnectionPool, Headers, ReplicaLostError
 from jaxinfer.fleet.front.options import FrontOptions, address_of
 from jaxinfer.fleet.routing import PrefixRouter
 
@@ -14,24 +15,72 @@ _ANSWER_SECONDS = 2.0  # of a replica to the question whether it is ready
 FINGERPRINT = b"x-jaxinfer-fingerprint"
 
 
+class FrontReplica(Protocol):
+    """A server to which requests are passed on, for one request or for all. Equal ones are one server.
+
+    Attributes:
+      url: in messages. pool: of connections to it. headers: that it gets before those of a client.
+    """
+
+    url: str
+    pool: ConnectionPool
+    headers: Headers
+
+    def begin(self) -> None:
+        """It gets a request."""
+        ...
+
+    def end(self) -> None:
+        """That request was answered, or it was lost with it."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+class FrontReplicas(Protocol):
+    """The servers of a front. `all` are those that there should be, `ready` those that get requests."""
+
+    @property
+    def all(self) -> Sequence[Any]: ...
+
+    @property
+    def ready(self) -> Sequence[Any]: ...
+
+    async def choose(self, keys: Sequence[int] = (), avoided: Collection[Any] = ()) -> FrontReplica | None:
+        """As of `ReplicaSet`."""
+        ...
+
+    def lost(self, replica: Any, why: str) -> None:
+        """A server failed a request."""
+        ...
+
+
 class Replica:
     """One server.
 
     Attributes:
-      url: as it was given. netloc: its Host header. num_running: requests of this front that it answers.
+      url: as it was given. headers: that it gets before a client's. num_running: requests of this front that it
+        answers.
       fingerprint: of its model and options; "" for a server of several models, or before it was ready.
       why_not: the reason why it gets no requests; None where it does.
     """
 
     def __init__(self, url: str, stall_timeout: float):
         host, port = address_of(url)
-        self.url, self.netloc = url.rstrip("/"), f"{f'[{host}]' if ':' in host else host}:{port}".encode()
+        self.url = url.rstrip("/")
+        self.headers: Headers = [(b"host", f"{f'[{host}]' if ':' in host else host}:{port}".encode())]
         self.pool = ConnectionPool(host, port)
         self.num_running = 0
         self.fingerprint = ""
         self.why_not: str | None = "it was not asked yet"
         self._stall_timeout, self._answered_at = stall_timeout, 0.0
         self._is_open: bool | None = None  # whether it answers without a key
+
+    def begin(self) -> None:
+        self.num_running += 1
+
+    def end(self) -> None:
+        self.num_running -= 1
 
     async def look(self, *, needs_keys: bool) -> str | None:
         """Asks it whether it is ready; returns the reason why not. One that has not answered for `stall_timeout` is
@@ -59,7 +108,7 @@ class Replica:
     async def _ask(self, path: str) -> tuple[int, list[tuple[bytes, bytes]]]:
         connection = await self.pool.take(fresh=True)
         try:
-            connection.request("GET", path, [(b"host", self.netloc)], ())
+            connection.request("GET", path, self.headers, ())
             await connection.head()
             while await connection.read():
                 pass
