@@ -59,6 +59,7 @@ def test_commands_are_those_of_the_command_line():
     assert {command_of(pod)[0] for _, pod in PODS} == {"serve", "front", "batch"}
 
 
+@pytest.mark.slow
 def test_a_front_names_its_servers():
     for name, resources in MANIFESTS.items():
         for front in (pod for pod in pods_of(resources) if command_of(pod)[0] == "front"):
@@ -72,6 +73,7 @@ def test_a_front_names_its_servers():
             assert service["spec"]["publishNotReadyAddresses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "kept"), [(0, True), (3, True), (1, False), (134, False)])
 def test_hosts_stay_when_their_batch_has_ended_and_fail_with_it(code, kept):
     ((_, pod),) = [(name, pod) for name, pod in PODS if command_of(pod)[0] == "batch"]
@@ -113,6 +115,7 @@ def test_only_the_front_and_peers_reach_servers():
             assert "--api-keys" in args
 
 
+@pytest.mark.slow
 def test_pods_are_without_rights():
     for name, pod in PODS:
         spec, (container,) = pod["spec"], pod["spec"]["containers"]
