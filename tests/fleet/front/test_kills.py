@@ -263,6 +263,7 @@ def told(answers, metrics, num_kills):
 @pytest.mark.timeout(7200)
 def test_streams_of_all_kinds_outlive_many_kills():
     num_kills = int(os.environ.get("JAXINFER_KILLS", "20"))
+
     def make_server():
         return tiny_server(max_seqs=8, num_pages=200)  # two take the streams of three
 
