@@ -53,7 +53,7 @@ def _draw_times(axes: Any, rows: Sequence[FleetFigures], name: str, label: str, 
     axes.axhline(limit, color="#ff725c", linestyle="--", linewidth=1, label="limit")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
     axes.set_ylabel(label)
     _replicas_axis(axes, sizes)
     axes.legend(fontsize=8, frameon=False)

@@ -162,6 +162,32 @@ def test_a_refusal_to_go_on_ends_the_stream_with_its_reason():
     assert "another model" in error["message"]
 
 
+def test_a_begun_stream_waits_for_room():
+    """Whatever replica has some first; the one that was lost may be back by then."""
+
+    def replica(*answers):
+        left = list(answers)
+
+        async def script(head, body):
+            if not left:
+                yield whole(429, "{}")
+                return
+            async for part in left.pop(0)(head, body):
+                yield part
+
+        return script
+
+    async def full(head, body):
+        yield whole(429, "{}")
+
+    first, second = replica(stream(event(1), None)), replica(full, full, stream(event(2), DONE))
+    (status, _, body), _, requests, _ = run(first, second)
+    assert (status, body.decode(), len(requests)) == (200, shown(1, 2) + DONE, 3)
+    (status, _, body), _, _, metrics = run(replica(stream(event(1), None)), full, options={"wait_timeout": 0.7})
+    assert (status, b"no other one had room in 0.7 s" in body) == (200, True)
+    assert "given_up_total 1\n" in metrics
+
+
 def test_a_request_that_ends_two_replicas_is_not_tried_again():
     async def dies(head, body):
         yield None
@@ -330,6 +356,36 @@ def test_a_client_that_does_not_read_costs_its_own_stream_only():
             writer.close()
 
     uvloop.run(asyncio.wait_for(check(), 60))
+
+
+def test_conversations_stay_where_they_are_cached():
+    """Unless that replica is too busy, for callers with one key; another caller's equal prompt is cached nowhere."""
+
+    def body(name, num_turns):
+        turns = [{"role": "user", "content": f"{name} {turn} " * 40} for turn in range(num_turns)]
+        return json.dumps({"messages": turns}).encode()
+
+    async def script(head, body):
+        yield whole(200, "{}")
+
+    async def both():
+        replicas = FakeReplica(script), FakeReplica(script)
+        async with replicas[0] as one, replicas[1] as other, front(one, other, max_imbalance=1) as port:
+
+            async def asked(name, num_turns, **headers):
+                before = len(one.requests)
+                await ask(port, path="/v1/chat/completions", body=body(name, num_turns), **headers)
+                return len(one.requests) > before
+
+            one.is_ready = False
+            await asyncio.sleep(0.7)
+            assert not await asked("a", 1)
+            one.is_ready = True
+            await asyncio.sleep(0.7)
+            answers = [await asked(*about) for about in (("a", 2), ("b", 2), ("a", 3), ("b", 3))]
+            return [*answers, await asked("a", 3, authorization="Bearer other")]
+
+    assert uvloop.run(both()) == [False, True, False, True, True]
 
 
 def test_connections_are_kept_and_a_closed_one_is_no_death():
