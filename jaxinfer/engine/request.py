@@ -216,6 +216,18 @@ class Request:
         """Tokens of the prompt."""
         return len(self.token_ids)
 
+    @cached_property
+    def prefix_salt(self) -> str:
+        """Separates its prefixes from others of the same tokens: by its cache salt, adapter and steering."""
+        adapter, salt = self.adapter, self.options.cache_salt
+        if (steering := self.steering) is not None:
+            salt = hashlib.sha256(repr((steering.fingerprint, salt)).encode()).hexdigest()
+        if self.adapter_start:
+            return salt  # its first pages are the model's own
+        if isinstance(adapter, LoadedAdapter):
+            adapter = adapter.fingerprint  # by which reuse survives restarts, whatever the name and the slot
+        return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
+
     @property
     def scores_prompt(self) -> bool:
         """True if log-probabilities of the prompt are wanted."""
@@ -411,15 +423,8 @@ class SequenceState:
 
     @cached_property
     def salt(self) -> str:
-        """Separates its prefixes from others of the same tokens: by the request's salt, adapter and steering."""
-        adapter, salt = self.request.adapter, self.request.options.cache_salt
-        if (steering := self.request.steering) is not None:
-            salt = hashlib.sha256(repr((steering.fingerprint, salt)).encode()).hexdigest()
-        if self.request.adapter_start:
-            return salt  # its first pages are the model's own
-        if isinstance(adapter, LoadedAdapter):
-            adapter = adapter.fingerprint  # by which reuse survives restarts, whatever the name and the slot
-        return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
+        """As `Request.prefix_salt`."""
+        return self.request.prefix_salt
 
     def keys(self, page_size: int, num_tokens: int, num_ahead: int = 0) -> list[bytes]:
         """The bytes of each full page of its first `num_tokens` tokens, each with those of `num_ahead` tokens after
