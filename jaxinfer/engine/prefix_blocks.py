@@ -18,7 +18,7 @@ class BlockCame(NamedTuple):
     Attributes:
       hash: 64 bits. parent: that of the block before it; None at the beginning.
       key: of its page in the prefix tree. salt: of its tree.
-      is_on_host: in host memory. is_told: whether it was on the device until now, so that its tokens are known.
+      is_on_host: in host memory, not on the device.
     """
 
     hash: int
@@ -26,7 +26,6 @@ class BlockCame(NamedTuple):
     key: bytes
     salt: str
     is_on_host: bool
-    is_told: bool = False
 
 
 class BlockWent(NamedTuple):
@@ -80,8 +79,7 @@ class PrefixBlocks:
         if is_on_device and not was_on_device:
             self._sink(BlockCame(block.hash, block.parent, node.key, block.salt, False))
         if is_on_host and not was_on_host:
-            is_told = is_on_device or was_on_device
-            self._sink(BlockCame(block.hash, block.parent, node.key, block.salt, True, is_told))
+            self._sink(BlockCame(block.hash, block.parent, node.key, block.salt, True))
         if was_on_device and not is_on_device:
             self._sink(BlockWent(block.hash, False))
         if was_on_host and not is_on_host:
@@ -102,7 +100,7 @@ class PrefixBlocks:
             if block.is_on_device:
                 events.append(BlockCame(*about, False))
             if block.is_on_host:
-                events.append(BlockCame(*about, True, block.is_on_device))
+                events.append(BlockCame(*about, True))
         return events
 
     def _new(self, node: PrefixNode) -> _Block | None:

@@ -237,7 +237,7 @@ class KVEventPublisher:
         extra = [[mark.decode()] if mark else None for mark in marks]
         if first.parent is None and name.extra_keys:
             extra[0] = [*name.extra_keys, *(extra[0] or ())]
-        tokens = array("i", b"" if first.is_told else b"".join(key[:num_bytes] for key in keys))
+        tokens = array("i", b"".join(key[:num_bytes] for key in keys))
         return {
             "type": "BlockStored",
             "block_hashes": hashes,
@@ -286,7 +286,7 @@ def _goes_with(last: BlockEvent, event: BlockEvent) -> bool:
         return last.is_on_host == event.is_on_host
     if not (isinstance(last, BlockCame) and isinstance(event, BlockCame)):
         return False
-    return (event.parent, event.salt, *event[4:]) == (last.hash, last.salt, *last[4:])
+    return (event.parent, event.is_on_host) == (last.hash, last.is_on_host)
 
 
 def _batches(parts: Iterable[list[BlockEvent]]) -> Iterator[list[list[BlockEvent]]]:

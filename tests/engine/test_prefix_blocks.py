@@ -22,7 +22,7 @@ class Index:
     def __init__(self):
         self.paths: dict[int, Path] = {}
         self.media: dict[int, set[bool]] = {}
-        self.num_events = self.num_cleared = self.num_on_host = self.num_untold = 0
+        self.num_events = self.num_cleared = self.num_on_host = 0
 
     def __call__(self, event) -> None:
         self.num_events += 1
@@ -36,14 +36,10 @@ class Index:
                 del self.media[event.hash], self.paths[event.hash]
         else:
             self.num_on_host += event.is_on_host
-            self.num_untold += event.is_on_host and not event.is_told
-            if event.is_told:  # its text is not in the event
-                assert event.hash in self.paths
-            else:
-                salt, before = (event.salt, ()) if event.parent is None else self.paths[event.parent]
-                assert salt == event.salt
-                path = salt, (*before, event.key)
-                assert self.paths.setdefault(event.hash, path) == path
+            salt, before = (event.salt, ()) if event.parent is None else self.paths[event.parent]
+            assert salt == event.salt
+            path = salt, (*before, event.key)
+            assert self.paths.setdefault(event.hash, path) == path
             assert event.is_on_host not in self.media.setdefault(event.hash, set())
             self.media[event.hash].add(event.is_on_host)
 

@@ -100,12 +100,11 @@ class Subscriber:
     def _store(self, event: dict) -> None:
         parent, size, tokens = event["parent_block_hash"], event["block_size"], event["token_ids"]
         hashes = event["block_hashes"]
-        assert not tokens or len(tokens) == size * len(hashes)
+        assert len(tokens) == size * len(hashes)
         for place, hash in enumerate(hashes):
-            if tokens:
-                extra = (event.get("extra_keys") or [None] * len(hashes))[place]
-                before = (event["lora_name"],) if parent is None else self.texts[parent]
-                self.texts[hash] = (*before, *(extra or ()), tuple(tokens[place * size : (place + 1) * size]))
+            extra = (event.get("extra_keys") or [None] * len(hashes))[place]
+            before = (event["lora_name"],) if parent is None else self.texts[parent]
+            self.texts[hash] = (*before, *(extra or ()), tuple(tokens[place * size : (place + 1) * size]))
             self.media.setdefault(hash, set()).add(event["medium"])
             parent = hash
 
