@@ -110,10 +110,12 @@ class PrefixTree:
 
     def nodes(self) -> list[PrefixNode]:
         """The nodes that are found, each after those before it."""
-        nodes = list(self._roots.values())
-        for node in nodes:
-            nodes += node.children.values()
-        return nodes[len(self._roots) :]
+        nodes, rest = [], list(reversed(self._roots.values()))
+        while rest:
+            node = rest.pop()
+            nodes += [node] if node.parent is not None else []
+            rest += reversed(node.children.values())
+        return nodes
 
     def match(self, keys: Sequence[bytes], salt: str = "") -> PrefixMatch:
         """The pages of the longest beginning of `keys` after which a sequence can go on; the caller becomes one of

@@ -54,11 +54,11 @@ class PrefixBlocks:
     """A `PrefixObserver` that tells `sink` of blocks.
 
     Args:
-      full_groups: the groups without a window. sink: called in the thread of the tree with each event. It is told that
-        a block is in host memory before it is told that the block left the device.
+      full_groups: the groups without a window. sink: called in the thread of the tree with the events of each change;
+        that a block is in host memory comes before that it left the device.
     """
 
-    def __init__(self, full_groups: Sequence[int], sink: Callable[[BlockEvent], None]):
+    def __init__(self, full_groups: Sequence[int], sink: Callable[[list[BlockEvent]], None]):
         self._full, self._sink = tuple(full_groups), sink
         self._blocks: dict[PrefixNode, _Block] = {}  # each after the one before it
 
@@ -76,21 +76,24 @@ class PrefixBlocks:
             self._blocks[node] = block
         was_on_device, was_on_host = block.is_on_device, block.is_on_host
         block.is_on_device, block.is_on_host = is_on_device, is_on_host
-        if is_on_device and not was_on_device:
-            self._sink(BlockCame(block.hash, block.parent, node.key, block.salt, False))
-        if is_on_host and not was_on_host:
-            self._sink(BlockCame(block.hash, block.parent, node.key, block.salt, True))
-        if was_on_device and not is_on_device:
-            self._sink(BlockWent(block.hash, False))
-        if was_on_host and not is_on_host:
-            self._sink(BlockWent(block.hash, True))
         if not (is_on_device or is_on_host):
             del self._blocks[node]
+        events: list[BlockEvent] = []
+        if is_on_device and not was_on_device:
+            events.append(BlockCame(block.hash, block.parent, node.key, block.salt, False))
+        if is_on_host and not was_on_host:
+            events.append(BlockCame(block.hash, block.parent, node.key, block.salt, True))
+        if was_on_device and not is_on_device:
+            events.append(BlockWent(block.hash, False))
+        if was_on_host and not is_on_host:
+            events.append(BlockWent(block.hash, True))
+        if events:
+            self._sink(events)
 
     def cleared(self) -> None:
         """As `PrefixObserver.cleared`."""
         self._blocks.clear()
-        self._sink(BlocksCleared())
+        self._sink([BlocksCleared()])
 
     def all(self) -> list[BlockEvent]:
         """The events after which a new index knows all blocks."""

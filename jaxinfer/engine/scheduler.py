@@ -340,7 +340,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.is_retained = True
 
-    def observe_blocks(self, sink: Callable[[BlockEvent], None]) -> PrefixBlocks:
+    def observe_blocks(self, sink: Callable[[list[BlockEvent]], None]) -> PrefixBlocks:
         """Tells `sink` of each block that prompts find, those that are cached already included, in place of what was
         told before.
 

@@ -162,21 +162,21 @@ class KVEventPublisher:
         self._topic, self._page_size, self._num_ahead = topic.encode(), options.page_size, options.num_ahead
         self._max_pending = max(_LEAST_PENDING, 4 * sum(group.num_pages for group in options.groups))
         self._blocks = None
-        self.put(BlocksCleared())
+        self.put([BlocksCleared()])
         self._blocks = engine.scheduler.observe_blocks(self.put)
 
-    def put(self, event: BlockEvent) -> None:
-        """Leaves an event to be sent; in the engine's thread."""
+    def put(self, events: list[BlockEvent]) -> None:
+        """Leaves events to be sent; in the engine's thread."""
         if self._is_closed:
             return
         with self._lock:
-            if isinstance(event, BlocksCleared):
+            was_empty = not self._pending
+            if isinstance(events[0], BlocksCleared):
                 self._pending = []
-            self._pending.append(event)
+            self._pending += events
             if len(self._pending) > self._max_pending and self._blocks is not None:
                 self._pending = [BlocksCleared(), *self._blocks.all()]
-            is_first = len(self._pending) == 1
-        if is_first:
+        if was_empty:
             self._wake()
 
     def close(self) -> None:

@@ -24,7 +24,11 @@ class Index:
         self.media: dict[int, set[bool]] = {}
         self.num_events = self.num_cleared = self.num_on_host = 0
 
-    def __call__(self, event) -> None:
+    def __call__(self, events) -> None:
+        for event in events:
+            self.take(event)
+
+    def take(self, event) -> None:
         self.num_events += 1
         if isinstance(event, BlocksCleared):
             self.num_cleared += 1
@@ -93,8 +97,7 @@ def run_random_work(seeds: Sequence[int], num_operations: int, **kinds: bool) ->
             if chance.random() < 0.5:
                 engine.drain()
             again = Index()  # one that begins now
-            for event in blocks.all():
-                again(event)
+            again(blocks.all())
             assert again.view() == index.view() == truth(scheduler)
         done += engine.num_operations - start
         events, cleared, on_host = events + index.num_events, cleared + index.num_cleared, on_host + index.num_on_host
@@ -125,7 +128,7 @@ def test_an_index_has_what_the_tree_has_after_many_operations(kinds):
 def test_blocks_of_two_salts_are_two_chains():
     pool, events = PagePool(9), []
     tree = single_tree(pool)
-    tree.observer = PrefixBlocks(tree.full_groups, events.append)
+    tree.observer = PrefixBlocks(tree.full_groups, events.extend)
     for salt in ("", "tenant"):
         pages = pool.allocate(2)
         tree.insert([b"a", b"b"], [pages], salt)
@@ -141,7 +144,7 @@ def test_blocks_of_two_salts_are_two_chains():
 def test_pages_that_a_running_sequence_keeps_are_told_of_no_more():
     pool, events = PagePool(9), []
     tree = single_tree(pool)
-    tree.observer = PrefixBlocks(tree.full_groups, events.append)
+    tree.observer = PrefixBlocks(tree.full_groups, events.extend)
     tree.insert([b"a"], [pages := pool.allocate(1)])
     tree.hide()
     pool.release(pages)
@@ -155,8 +158,8 @@ def test_what_was_cached_before_is_told_of_and_what_cannot_be_is_refused():
     scheduler.add(sequence := make_sequence([1, 2, 3, 4, 5], 2))
     scheduler.schedule()
     scheduler.confirm(sequence, 5)
-    scheduler.observe_blocks(events.append)
+    scheduler.observe_blocks(events.extend)
     assert [event.key for event in events] == [sequence.keys(2, 4)[0], sequence.keys(2, 4)[1]]
     for changes, message in (({"reuses_prefixes": False}, "no prefixes"), ({"window": 4}, "all layers have windows")):
         with pytest.raises(ValueError, match=message):
-            Scheduler(SchedulerOptions(9, 2, 1, 8, **changes)).observe_blocks(events.append)
+            Scheduler(SchedulerOptions(9, 2, 1, 8, **changes)).observe_blocks(events.extend)

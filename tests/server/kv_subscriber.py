@@ -1,10 +1,19 @@
-"""A subscriber of events of cached blocks: an index from texts to media, which asks again for messages that it missed."""
+"""A subscriber of events of cached blocks: an index of texts, which asks again for messages that it missed."""
 
 import msgspec
 import zmq
 
 END = (2**64 - 1).to_bytes(8, "big")
-STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys")
+STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+)
 FIELDS = {"BlockStored": STORED, "BlockRemoved": ("block_hashes", "medium"), "AllBlocksCleared": ()}
 
 

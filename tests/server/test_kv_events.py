@@ -2,24 +2,26 @@
 
 import asyncio
 import random
-import socket
+import re
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
-from jaxinfer.engine.prefix_blocks import BlockCame, BlocksCleared, BlockWent
+from jaxinfer.engine.prefix_blocks import BlocksCleared, BlockWent
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.server import kv_events
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.kv_events import KVEventPublisher, KVEvents, PrefixNames
-from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.options import ServerOptions, kv_endpoint
 from tests.engine.random_work import RandomWork
 from tests.engine.sequences import make_sequence
 from tests.engine.test_prefix_blocks import truth
 from tests.server.asgi import Client
 from tests.server.kv_subscriber import Subscriber
+from tests.server.services import service_of
 
 ANYWHERE = {"kv_events": "tcp://127.0.0.1:0", "kv_events_replay": "tcp://127.0.0.1:0"}
 
@@ -76,3 +78,171 @@ def engine_with(*sequences, **changes):
     for sequence in sequences:
         scheduler.confirm(sequence, sequence.num_prompt)
     return SimpleNamespace(scheduler=scheduler)
+
+
+def test_what_separates_requests_is_in_their_events(publisher):
+    """Equal texts: of no salt, of a client's salt, of an adapter, of one that begins within the prompt, unknown."""
+    adapter = LoadedAdapter("sql", "of-sql", 4, None)
+    asked = [
+        (make_sequence([1, 2, 3, 4, 5]), (), None),
+        (make_sequence([1, 2, 3, 4, 5], salt="hashed"), ("mine", "key:alice"), None),
+        (make_sequence([1, 2, 3, 4, 5], adapter=adapter), (), "sql"),
+        (make_sequence([1, 2, 3, 4, 5], salt="0f"), None, None),
+    ]
+    for sequence, extra_keys, name in asked:
+        if extra_keys is not None:
+            publisher._names.add([sequence.request], extra_keys, name)
+    engine = engine_with(*(sequence for sequence, _, _ in asked), max_seqs=4, num_adapters=1)
+    with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+        publisher.follow(engine, "")
+        subscriber.read_until(lambda one: len(one.view()) == 8)
+        plain, salted, adapted, unknown = [event for event in subscriber.events if event["type"] == "BlockStored"]
+    assert len({hash for event in (plain, salted, adapted, unknown) for hash in event["block_hashes"]}) == 8
+    assert {tuple(event["token_ids"]) for event in (plain, salted, adapted, unknown)} == {(1, 2, 3, 4)}
+    assert list(plain) == [
+        "type",
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+    ]
+    assert (plain["parent_block_hash"], plain["block_size"], plain["lora_id"], plain["medium"]) == (
+        None,
+        2,
+        None,
+        "GPU",
+    )
+    assert salted["extra_keys"] == [["mine", "key:alice"], None]
+    assert (adapted["lora_name"], "extra_keys" in adapted) == ("sql", False)
+    assert unknown["extra_keys"] == [["0f"], None]
+
+
+def test_later_blocks_name_the_one_before_and_others_are_apart(publisher):
+    """An engine that begins again clears what was told; a batch has its events in their order."""
+    first, second = make_sequence([1, 2, 3, 4, 5, 6, 7]), make_sequence([9, 8, 7, 6, 5])
+    engine = engine_with(max_seqs=2)
+    with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+        publisher.follow(engine, "")
+        for sequence in (first, second):
+            engine.scheduler.add(sequence)
+        engine.scheduler.schedule()
+        engine.scheduler.confirm(first, 4)
+        engine.scheduler.confirm(second, 4)
+        engine.scheduler.confirm(first, 6)
+        subscriber.read_until(lambda one: len(one.view()) == 5)
+        begun, last = subscriber.texts, subscriber.events[-1]
+        assert begun[last["parent_block_hash"]] == (None, (1, 2), (3, 4))
+        assert begun[last["block_hashes"][0]] == (None, (1, 2), (3, 4), (5, 6))
+        publisher.follow(engine_with(max_seqs=1), "")
+        subscriber.read_until(lambda one: one.view() == {})
+        assert subscriber.events[-1] == {"type": "AllBlocksCleared"}
+
+
+def test_a_list_that_grows_too_long_becomes_a_new_beginning(publisher, monkeypatch):
+    monkeypatch.setattr(kv_events, "_GATHER_SECONDS", 0.3)  # the thread is behind
+    work = RandomWork(4, has_host=True)
+    with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+        publisher.follow(work.engine, "")
+        publisher._max_pending, longest = 4, 0
+        for _ in range(150):
+            work.step()
+            longest = max(longest, len(publisher._pending) - 2 * len(publisher._blocks))
+        expected = texts(work.engine.scheduler)
+        subscriber.read_until(lambda one: one.view() == expected)
+        assert longest <= publisher._max_pending
+        assert [type(event) for event in publisher._pending] == []
+        num_events = sum(len(event.get("block_hashes", ())) for event in subscriber.events)
+        assert num_events < 100 < work.engine.num_operations
+
+
+def test_a_replay_has_what_is_kept_and_takes_no_nonsense(caplog):
+    publisher = publisher_of(kv_events_buffer=3)
+    with Subscriber(publisher.endpoint) as subscriber:
+        for count in range(5):
+            publisher.put([BlocksCleared()])
+            while publisher._num_sent <= count:
+                pass
+        subscriber._replay_endpoint, subscriber.next = publisher.replay_endpoint, 2
+        subscriber.replay(0)
+        assert [number for number, _ in subscriber.batches] == [2, 3, 4]
+        client = subscriber._context.socket(zmq.REQ)
+        client.connect(publisher.replay_endpoint)
+        client.send(b"7")
+        subscriber.replay(5)
+        assert "a request for KV events again has 1 bytes" in caplog.text
+    publisher.close()
+    publisher.close()
+    publisher.put([BlockWent(1, False)])  # too late
+
+
+def test_events_of_a_server(engine):
+    """Tenants, salts and a cleared cache over HTTP; each of two keys has blocks of its own."""
+    events = KVEvents(ServerOptions(**ANYWHERE))
+    service = service_of(engine)
+    service.prefix_names = events.names
+    app = make_app(service, Keys({"first-secret-key": "alice", "other-secret-key": "bob"}))
+    alice, bob = (
+        Client(app, authorization="Bearer first-secret-key"),
+        Client(app, authorization="Bearer other-secret-key"),
+    )
+    ask = {"prompt": list(range(5, 45)), "max_tokens": 1, "temperature": 0}
+
+    async def run():
+        for client, body in ((alice, ask), (alice, {**ask, "cache_salt": "mine"}), (bob, ask), (bob, ask)):
+            assert (await client.post("/v1/completions", body)).status == 200
+
+    scheduler = engine.llm.engine.scheduler
+    scheduler.drop_prefixes()
+    events.follow(engine.llm.engine.engines, "kv@127.0.0.1:8000@tiny")
+    try:
+        with Subscriber(events.endpoints[0], events.replay_endpoints[0]) as subscriber:
+            asyncio.run(run())
+            subscriber.read_until(lambda one: len(one.view()) == 6)
+            blocks = tuple(range(5, 21)), tuple(range(21, 37))
+            tenants = [("key:alice",), ("mine", "key:alice"), ("key:bob",)]
+            assert set(subscriber.view()) == {
+                (None, *tenant, *blocks[:count]) for tenant in tenants for count in (1, 2)
+            }
+            scheduler.drop_prefixes()
+            subscriber.read_until(lambda one: one.view() == {})
+            assert subscriber.events[-1]["type"] == "AllBlocksCleared"
+            assert subscriber.topic == b"kv@127.0.0.1:8000@tiny"
+    finally:
+        scheduler.prefixes.observer = None
+        events.close()
+
+
+REFUSED = [
+    ({"kv_events": "127.0.0.1:5557"}, "kv_events: '127.0.0.1:5557' is no endpoint such as tcp://127.0.0.1:5557"),
+    ({"kv_events": "tcp://127.0.0.1:70000"}, "is no endpoint"),
+    ({"kv_events": "tcp://*:5557"}, "events carry the token ids of all prompts"),
+    ({"kv_events": "tcp://127.0.0.1:1", "kv_events_replay": "tcp://10.0.0.1:2"}, "kv_events_replay='tcp://10.0.0.1:2'"),
+    ({"kv_events": "tcp://127.0.0.1:1", "kv_events_replay": "tcp://127.0.0.1:1"}, "need two ports"),
+    ({"kv_events": "tcp://127.0.0.1:1", "kv_events_format": "json"}, "none of maps, positional"),
+    ({"kv_events_replay": "tcp://127.0.0.1:1"}, "kv_events_replay is for kv_events"),
+    ({"kv_events_topic": "x"}, "kv_events_topic is for kv_events"),
+    ({"kv_events_any_address": True}, "kv_events_any_address is for kv_events"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_contradict_each_other(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ServerOptions(**options)
+
+
+def test_addresses(publisher):
+    assert ServerOptions(kv_events="tcp://*:5557", kv_events_any_address=True).kv_events
+    assert kv_endpoint("tcp://[::1]:5557") == ("::1", 5557)
+    port = int(publisher.endpoint.rpartition(":")[2])
+    with pytest.raises(OSError, match=f"cannot listen.*127.0.0.1:{port}"):
+        publisher_of(kv_events=f"tcp://127.0.0.1:{port}")
+    events = KVEvents(ServerOptions(kv_events="tcp://127.0.0.1:0", kv_events_replay="tcp://127.0.0.1:0"))
+    options = ServerOptions(kv_events="tcp://127.0.0.1:5557", kv_events_replay="tcp://127.0.0.1:5558")
+    events._options = options
+    with pytest.raises(ValueError, match="1 ports apart, and 2 engines"):
+        events.follow([None, None], "")
+    events.close()
