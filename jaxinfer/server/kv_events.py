@@ -89,7 +89,7 @@ class KVEvents:
         """Where messages can be had again, likewise; empty without."""
         return [publisher.replay_endpoint for publisher in self._publishers if publisher.replay_endpoint]
 
-    def follow(self, engines: Sequence[Engine], topic: str) -> None:
+    def follow(self, engines: Sequence[Engine]) -> None:
         """Tells of these engines' blocks from now on, none of which runs yet. Raises ValueError where they have no
         blocks, or ports of events and of replays would meet, and OSError for a port that is taken."""
         events, replay = kv_endpoint(self._options.kv_events or ""), self._options.kv_events_replay
@@ -101,7 +101,7 @@ class KVEvents:
         for rank in range(len(self._publishers), len(engines)):
             self._publishers.append(KVEventPublisher(self._options, rank, self.names))
         for publisher, engine in zip(self._publishers, engines, strict=True):
-            publisher.follow(engine, self._options.kv_events_topic or topic)
+            publisher.follow(engine)
         where = f"; replays at {', '.join(self.replay_endpoints)}" if self.replay_endpoints else ""
         page_size = engines[0].spec.page_size
         _LOG.info("KV events at %s%s; blocks of %d tokens", ", ".join(self.endpoints), where, page_size)
@@ -124,7 +124,7 @@ class KVEventPublisher:
     def __init__(self, options: ServerOptions, rank: int, names: PrefixNames):
         self._rank, self._names = rank, names
         self._encode_event = FORMS[options.kv_events_format]
-        self._topic = b""
+        self._topic = options.kv_events_topic.encode()
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.SNDHWM, _MAX_MESSAGES)
@@ -156,10 +156,10 @@ class KVEventPublisher:
         self._thread = threading.Thread(target=self._run, name="jaxinfer KV events", daemon=True)
         self._thread.start()
 
-    def follow(self, engine: Engine, topic: str) -> None:
+    def follow(self, engine: Engine) -> None:
         """Tells of an engine's blocks from now on, after a message that clears what was told before."""
         options = engine.scheduler.options
-        self._topic, self._page_size, self._num_ahead = topic.encode(), options.page_size, options.num_ahead
+        self._page_size, self._num_ahead = options.page_size, options.num_ahead
         self._max_pending = max(_LEAST_PENDING, 4 * sum(group.num_pages for group in options.groups))
         self._blocks = None
         self.put([BlocksCleared()])

@@ -209,8 +209,8 @@ class ServerOptions:
         "maps", "Form of an event: maps, as vLLM sends them since June 2026, or positional, as before."
     )
     kv_events_buffer: int = _events(10_000, "Messages that are kept for the replay socket.", "N", min=1)
-    kv_events_topic: str | None = _events(
-        None, "Topic of the messages; by default kv@HOST:PORT@MODEL, of the address where the server listens.", "TOPIC"
+    kv_events_topic: str = _events(
+        "", "Topic of the messages: none as by default of vLLM's, kv@POD_IP:PORT@MODEL for llm-d.", "TOPIC"
     )
     kv_events_any_address: bool = _events(
         False,

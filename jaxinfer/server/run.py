@@ -64,28 +64,22 @@ def run_server(
     model = model or name
     names = tuple(dict.fromkeys((options.served_model_name or name, name)))
     paths = paths_of(model, locate(model))
-    if options.kv_events is None:
-        source = ModelSource(names, public_name(model), lambda _: open_engine(), given=model, paths=paths)
-        service = Service(options, names[0], OneModel(source))
-        return run_service(service, names[:1], on_listening=on_listening, on_ready=on_ready)
-    events, urls = _open_events(options), [""]
-
-    def listening(url: str) -> None:
-        urls[0] = url
-        on_listening(url)
+    events = None if options.kv_events is None else _open_events(options)
 
     def open_with_events() -> AsyncEngine:
         engine = open_engine()
-        events.follow(engine.llm.engine.engines, f"kv@{urls[0].removeprefix('http://')}@{names[0]}")
+        if events is not None:
+            events.follow(engine.llm.engine.engines)
         return engine
 
     try:
         source = ModelSource(names, public_name(model), lambda _: open_with_events(), given=model, paths=paths)
         service = Service(options, names[0], OneModel(source))
-        service.prefix_names = events.names
-        return run_service(service, names[:1], on_listening=listening, on_ready=on_ready)
+        service.prefix_names = None if events is None else events.names
+        return run_service(service, names[:1], on_listening=on_listening, on_ready=on_ready)
     finally:
-        events.close()
+        if events is not None:
+            events.close()
 
 
 def _open_events(options: ServerOptions) -> "KVEvents":

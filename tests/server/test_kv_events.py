@@ -46,14 +46,14 @@ def publisher():
     publisher.close()
 
 
-@pytest.mark.parametrize("form", ["maps", "positional"])
+@pytest.mark.parametrize("form", ["maps", pytest.param("positional", marks=pytest.mark.slow)])
 def test_messages_that_are_lost_are_had_again(form):
     """A subscriber that loses a third of them has what the tree has."""
     work = RandomWork(4, has_host=True)
-    publisher, chance = publisher_of(2, kv_events_format=form), random.Random(1)
+    publisher, chance = publisher_of(2, kv_events_format=form, kv_events_topic="kv@here@tiny"), random.Random(1)
     drops = [number for number in range(1, 1000) if chance.random() < 0.33]
     with Subscriber(publisher.endpoint, publisher.replay_endpoint, drops) as subscriber:
-        publisher.follow(work.engine, "kv@here@tiny")
+        publisher.follow(work.engine)
         for _ in range(50):
             for _ in range(8):
                 work.step()
@@ -94,7 +94,7 @@ def test_what_separates_requests_is_in_their_events(publisher):
             publisher._names.add([sequence.request], extra_keys, name)
     engine = engine_with(*(sequence for sequence, _, _ in asked), max_seqs=4, num_adapters=1)
     with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-        publisher.follow(engine, "")
+        publisher.follow(engine)
         subscriber.read_until(lambda one: len(one.view()) == 8)
         plain, salted, adapted, unknown = [event for event in subscriber.events if event["type"] == "BlockStored"]
     assert len({hash for event in (plain, salted, adapted, unknown) for hash in event["block_hashes"]}) == 8
@@ -125,7 +125,7 @@ def test_later_blocks_name_the_one_before_and_others_are_apart(publisher):
     first, second = make_sequence([1, 2, 3, 4, 5, 6, 7]), make_sequence([9, 8, 7, 6, 5])
     engine = engine_with(max_seqs=2)
     with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-        publisher.follow(engine, "")
+        publisher.follow(engine)
         for sequence in (first, second):
             engine.scheduler.add(sequence)
         engine.scheduler.schedule()
@@ -136,16 +136,17 @@ def test_later_blocks_name_the_one_before_and_others_are_apart(publisher):
         begun, last = subscriber.texts, subscriber.events[-1]
         assert begun[last["parent_block_hash"]] == (None, (1, 2), (3, 4))
         assert begun[last["block_hashes"][0]] == (None, (1, 2), (3, 4), (5, 6))
-        publisher.follow(engine_with(max_seqs=1), "")
+        publisher.follow(engine_with(max_seqs=1))
         subscriber.read_until(lambda one: one.view() == {})
         assert subscriber.events[-1] == {"type": "AllBlocksCleared"}
 
 
+@pytest.mark.slow
 def test_a_list_that_grows_too_long_becomes_a_new_beginning(publisher, monkeypatch):
     monkeypatch.setattr(kv_events, "_GATHER_SECONDS", 0.3)  # the thread is behind
     work = RandomWork(4, has_host=True)
     with Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-        publisher.follow(work.engine, "")
+        publisher.follow(work.engine)
         publisher._max_pending, longest = 4, 0
         for _ in range(150):
             work.step()
@@ -178,6 +179,7 @@ def test_a_replay_has_what_is_kept_and_takes_no_nonsense(caplog):
     publisher.put([BlockWent(1, False)])  # too late
 
 
+@pytest.mark.slow
 def test_events_of_a_server(engine):
     """Tenants, salts and a cleared cache over HTTP; each of two keys has blocks of its own."""
     events = KVEvents(ServerOptions(**ANYWHERE))
@@ -196,7 +198,7 @@ def test_events_of_a_server(engine):
 
     scheduler = engine.llm.engine.scheduler
     scheduler.drop_prefixes()
-    events.follow(engine.llm.engine.engines, "kv@127.0.0.1:8000@tiny")
+    events.follow(engine.llm.engine.engines)
     try:
         with Subscriber(events.endpoints[0], events.replay_endpoints[0]) as subscriber:
             asyncio.run(run())
@@ -209,7 +211,7 @@ def test_events_of_a_server(engine):
             scheduler.drop_prefixes()
             subscriber.read_until(lambda one: one.view() == {})
             assert subscriber.events[-1]["type"] == "AllBlocksCleared"
-            assert subscriber.topic == b"kv@127.0.0.1:8000@tiny"
+            assert subscriber.topic == b""
     finally:
         scheduler.prefixes.observer = None
         events.close()
@@ -228,12 +230,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_options_that_contradict_each_other(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ServerOptions(**options)
+def test_options_that_contradict_each_other():
+    for options, message in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ServerOptions(**options)
 
 
+@pytest.mark.slow
 def test_addresses(publisher):
     assert ServerOptions(kv_events="tcp://*:5557", kv_events_any_address=True).kv_events
     assert kv_endpoint("tcp://[::1]:5557") == ("::1", 5557)
@@ -244,5 +247,5 @@ def test_addresses(publisher):
     options = ServerOptions(kv_events="tcp://127.0.0.1:5557", kv_events_replay="tcp://127.0.0.1:5558")
     events._options = options
     with pytest.raises(ValueError, match="1 ports apart, and 2 engines"):
-        events.follow([None, None], "")
+        events.follow([None, None])
     events.close()
