@@ -294,7 +294,8 @@ class SequenceState:
       num_prompt: tokens of the prompt.
       num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
         make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
-      num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
+      num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was
+        last admitted; num_cached: when it was first, which others had computed.
       num_listed: leading pages that the device's tables have; the runner raises it, the scheduler lowers it.
       place: how far its pages are in the prefix tree.
       is_retained: whether some of its pages are of weights that were replaced since; no other sequence finds them.
@@ -343,6 +344,7 @@ class SequenceState:
     num_reserved: int = 0
     num_confirmed: int = 0
     num_reused: int = 0
+    num_cached: int | None = None
     num_listed: int = 0
     num_drafted: int = 0
     is_retained: bool = False

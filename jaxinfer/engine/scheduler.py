@@ -626,6 +626,8 @@ class Scheduler:
         self._take_adapter(sequence)
         sequence.target = num_tokens
         sequence.num_confirmed = sequence.num_reused = num_known
+        if sequence.num_cached is None:  # later it finds its own pages
+            sequence.num_cached = num_known
         self.counters.reused_tokens += num_known
         if self._has_saved:
             self.saved.plan(sequence, self._num_shared(sequence))

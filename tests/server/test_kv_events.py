@@ -5,9 +5,11 @@ import random
 import re
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.prefix_blocks import BlocksCleared, BlockWent
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
@@ -20,6 +22,7 @@ from tests.engine.random_work import RandomWork
 from tests.engine.sequences import make_sequence
 from tests.engine.test_prefix_blocks import truth
 from tests.server.asgi import Client
+from tests.server.conftest import OPTIONS, tiny_model
 from tests.server.kv_subscriber import Subscriber
 from tests.server.services import service_of
 
@@ -173,10 +176,36 @@ def test_a_replay_has_what_is_kept_and_takes_no_nonsense(caplog):
         client.connect(publisher.replay_endpoint)
         client.send(b"7")
         subscriber.replay(5)
+        assert subscriber.num_replayed == 3
         assert "a request for KV events again has 1 bytes" in caplog.text
     publisher.close()
     publisher.close()
     publisher.put([BlockWent(1, False)])  # too late
+    publisher = publisher_of(kv_events_buffer=3000)
+    publisher._sent.extend((number, msgspec.msgpack.encode([0.0, [], 0])) for number in range(3000))
+    with Subscriber(publisher.endpoint, publisher.replay_endpoint) as late:
+        assert late.next == 3000
+    publisher.close()
+
+
+@pytest.mark.slow
+def test_each_engine_of_a_data_axis_has_sockets_of_its_own():
+    events = KVEvents(ServerOptions(**ANYWHERE))
+    with LLM(tiny_model(), **OPTIONS, mesh="data=2") as llm:
+        events.follow(llm.engine.engines)
+        prompts = [[start, *range(1, 40)] for start in range(8)]
+        llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+        views, pairs = [], zip(events.endpoints, events.replay_endpoints, strict=True)
+        for (endpoint, replay), engine in zip(pairs, llm.engine.engines, strict=True):
+            with Subscriber(endpoint, replay) as subscriber:
+                expected = texts(engine.scheduler)
+                subscriber.read_until(lambda one, expected=expected: one.view() == expected)
+                assert subscriber.rank == engine.replica
+                views.append(set(subscriber.view()))
+        assert len(events.endpoints) == 2
+        assert all(views)
+        assert len(set().union(*views)) == 16
+    events.close()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from tests.faults.catalogue import (
     heavy_hitters,
     histories,
     kept,
+    kv_events,
     kernels,
     languages,
     launches,
@@ -61,6 +62,7 @@ FAULTS: tuple[Fault, ...] = (
     *trees.FAULTS,
     *vocabularies.FAULTS,
     *kept.FAULTS,
+    *kv_events.FAULTS,
     *on_chip.FAULTS,
     *own_code.FAULTS,
 )
