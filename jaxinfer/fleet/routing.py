@@ -1,7 +1,7 @@
 """Routing by prefix: a request goes to the replica that has most of its prompt cached, unless that one is too busy.
 
-The router does not ask the replicas: it remembers which prompts it sent where, and forgets the oldest as their caches do
-(as SGLang's and vLLM's routers). Plain Python: no JAX here.
+The router remembers which prompts it sent where, and forgets the oldest as caches do, without asking the replicas (as
+SGLang's and vLLM's routers). Plain Python: no JAX here.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ def block_keys(prompt: bytes, block_bytes: int, salt: bytes = b"") -> list[int]:
 
 
 class PrefixRouter(Generic[Name]):
-    """What each replica is thought to have cached.
+    """Which blocks each replica is thought to have cached.
 
     Args:
       max_blocks: that a replica's cache holds; the least recently used are forgotten.
@@ -45,7 +45,7 @@ class PrefixRouter(Generic[Name]):
         self._owners: dict[int, set[Name]] = {}
 
     def choose(self, keys: Sequence[int], loads: Mapping[Name, int], avoided: Collection[Name] = ()) -> Name:
-        """The replica for a request, which is thought to have its blocks from then on.
+        """The replica for a request, which is thought to have its blocks from then on; of equals, that with fewest.
 
         Args:
           keys: of the prompt (`block_keys`). loads: unfinished requests of each replica that may be chosen.
@@ -59,7 +59,7 @@ class PrefixRouter(Generic[Name]):
         least = min(able.values())
         known = self.num_known(keys, able)
         near = [name for name, load in able.items() if load <= least + self._max_imbalance]
-        chosen = max(near, key=lambda name: (known.get(name, 0), -able[name]))
+        chosen = max(near, key=lambda name: (known.get(name, 0), -able[name], -len(self._blocks.get(name, ()))))
         self.record(chosen, keys)
         return chosen
 

@@ -82,7 +82,7 @@ async def _begin(
     record, model = record_of(request.scope), lease.model
 
     def read() -> tuple[StreamPosition | None, BoundRequest, str]:
-        digest = request_digest(body, model.fingerprint)
+        digest = request_digest(body, model.fingerprint, record.key)
         resumed = _resumed(request, model, body, digest)
         if resumed is not None:
             body.seed = resumed.seed

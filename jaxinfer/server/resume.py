@@ -119,14 +119,15 @@ def new_answer_id() -> str:
     return f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(8)}"
 
 
-def request_digest(body: msgspec.Struct, fingerprint: str) -> str:
-    """16 hexadecimal digits of what an answer depends on, besides its seed: the request and the model."""
+def request_digest(body: msgspec.Struct, fingerprint: str, key: str = "") -> str:
+    """16 hexadecimal digits of what an answer depends on, besides its seed: the request and the model. With the name of
+    the caller's `key`, so that another caller cannot go on with it."""
     content: Mapping[str, Any] = {
         name: value
         for name, value in msgspec.structs.asdict(body).items()
         if value is not None and name not in _NOT_CONTENT
     }
-    data = msgspec.json.encode([type(body).__name__, fingerprint, content], order="sorted")
+    data = msgspec.json.encode([type(body).__name__, fingerprint, content, *([key] if key else ())], order="sorted")
     return hashlib.sha256(data).hexdigest()[:16]
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jaxinfer.server.app import make_app
+from jaxinfer.server.auth import Keys
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.resume import SentPart, Skipper, StreamPosition
 from tests.server.asgi import Client
@@ -75,6 +76,20 @@ def test_another_request_is_not_continued(client):
             assert (await client.post(COMPLETIONS, {**BODY, "stream": True}, last_event_id=wrong)).status == 400
         same = await client.stream(COMPLETIONS, {**BODY, "priority": 3, "user": "x"}, x_jaxinfer_resume=last)
         assert content([*whole[:4], *same]) == content(whole)
+
+    asyncio.run(ask())
+
+
+def test_another_caller_does_not_continue_a_stream(make_service):
+    app = make_app(make_service(api_keys="keys"), Keys({"first-secret-key": "alice", "second-secret-key": "bob"}))
+    first, second = (Client(app, authorization=f"Bearer {name}-secret-key") for name in ("first", "second"))
+
+    async def ask():
+        whole = await first.stream(COMPLETIONS, BODY)
+        answer = await second.post(COMPLETIONS, {**BODY, "stream": True}, last_event_id=whole[4].id)
+        assert (answer.status, answer.error["code"]) == (409, "resume_differs")
+        rest = await first.stream(COMPLETIONS, BODY, last_event_id=whole[4].id)
+        assert content([*whole[:5], *rest]) == content(whole)
 
     asyncio.run(ask())
 

@@ -37,6 +37,13 @@ class FrontOptions:
     wait_timeout: float = _front(
         30.0, "Seconds that a request waits for a replica while none is ready; then 503.", "SECONDS", min=0
     )
+    max_imbalance: int = _front(
+        8,
+        "Requests that the server which has most of a prompt cached may run more than the one that runs fewest, and "
+        "still get the request.",
+        "N",
+        min=0,
+    )
     drain_timeout: float = _front(30.0, "Seconds that running answers have to end after SIGTERM.", "SECONDS", min=0)
     allowed_hosts: list[str] | None = _access(
         None,

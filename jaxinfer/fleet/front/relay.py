@@ -10,8 +10,9 @@ from starlette.types import Send
 
 from jaxinfer.fleet.front.connection import Headers, NotReachedError, ReplicaConnection, ReplicaLostError
 from jaxinfer.fleet.front.options import FrontOptions
-from jaxinfer.fleet.front.replicas import Replica, ReplicaSet
+from jaxinfer.fleet.front.replicas import FrontReplica, FrontReplicas
 from jaxinfer.fleet.front.sent import SentStream
+from jaxinfer.fleet.routing import block_keys
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.resume import SENT_TOKENS, TELL_TOKENS
 
@@ -29,6 +30,10 @@ _OF_A_CONNECTION = frozenset(
 _OF_A_REQUEST = _OF_A_CONNECTION | {b"host", b"content-length", b"accept-encoding", TELL_TOKENS.encode()}
 _OF_AN_ANSWER = _OF_A_CONNECTION | {b"date"}
 _POSITION = (b"last-event-id", b"x-jaxinfer-resume")
+_PROMPTS = ("messages", "prompt", "input")
+_BEFORE_PROMPTS = ("model", "cache_salt", "system", "instructions", "tools")  # what separates caches, or begins prompts
+_CALLERS = (b"authorization", b"x-api-key")  # of whom no two share a cache
+_BLOCK_BYTES = 128  # of text: about two pages of 16 tokens
 
 
 class FrontCounts:
@@ -49,7 +54,7 @@ class Relay:
 
     def __init__(
         self,
-        replicas: ReplicaSet,
+        replicas: FrontReplicas,
         options: FrontOptions,
         counts: FrontCounts,
         method: str,
@@ -67,10 +72,11 @@ class Relay:
             self._headers.append((TELL_TOKENS.encode(), b"1"))
         self._has_started = False  # the status was sent
         self._seed: int | None = None  # that the client was told
+        self._keys = prompt_keys(headers, body) if method == "POST" else []
         self._is_stream = False
         self._takes_tokens = True
         self._num_deaths = self._num_refused = 0
-        self._avoided: set[Replica] = set()
+        self._avoided: set[FrontReplica] = set()
 
     async def run(self) -> None:
         """Answers the request. Raises APIError where no replica does and nothing was sent."""
@@ -84,15 +90,15 @@ class Relay:
             await self._fail(as_api_error(error))
 
     async def _run(self) -> None:
-        while (replica := await self._replicas.choose(self._avoided)) is not None:
-            replica.num_running += 1
+        while (replica := await self._replicas.choose(self._keys, self._avoided)) is not None:
+            replica.begin()
             try:
                 if await self._answer(replica):
                     return
             except ReplicaLostError as error:
                 self._lose(replica, error)
             finally:
-                replica.num_running -= 1
+                replica.end()
         raise unavailable("no replica is ready to answer", 5)
 
     async def _fail(self, error: APIError) -> None:
@@ -106,7 +112,7 @@ class Relay:
         await self._pass(event if self._is_stream else b"")
         await self._end()
 
-    def _lose(self, replica: Replica, error: ReplicaLostError) -> None:
+    def _lose(self, replica: FrontReplica, error: ReplicaLostError) -> None:
         """A replica was lost. Raises APIError where the request is not tried again."""
         self._replicas.lost(replica, str(error))
         self._avoided = {replica}
@@ -143,10 +149,10 @@ class Relay:
         headers.append((SENT_TOKENS.encode(), ",".join(str(len(ids)) for ids in tokens).encode()))
         return headers, (self._body, *(ids.tobytes() for ids in tokens))
 
-    async def _open(self, replica: Replica) -> ReplicaConnection:
+    async def _open(self, replica: FrontReplica) -> ReplicaConnection:
         """A connection with the head of an answer. Raises ReplicaLostError."""
         headers, body = self._request()
-        headers = [(b"host", replica.netloc), *headers]
+        headers = [*replica.headers, *headers]
         for fresh in (False, True):
             try:
                 connection = await replica.pool.take(fresh=fresh)
@@ -169,7 +175,7 @@ class Relay:
                 raise
         raise ReplicaLostError("two connections to it were closed")
 
-    async def _answer(self, replica: Replica) -> bool:
+    async def _answer(self, replica: FrontReplica) -> bool:
         """Passes on an answer; false where another replica is to be asked. Raises ReplicaLostError, APIError."""
         connection = await self._open(replica)
         try:
@@ -179,7 +185,7 @@ class Relay:
                 return False
             if self._has_started:
                 if connection.status != 200:
-                    return await self._take_refusal(await _whole(connection))
+                    return self._take_refusal(replica, await _whole(connection))
                 if self._sent is not None:
                     _LOG.info("replica %s goes on with a stream after %d events", replica.url, self._sent.num_events)
             elif not is_stream:
@@ -200,7 +206,7 @@ class Relay:
                 connection.close()
             replica.pool.give_back(connection)
 
-    async def _is_refused(self, replica: Replica, connection: ReplicaConnection) -> bool:
+    async def _is_refused(self, replica: FrontReplica, connection: ReplicaConnection) -> bool:
         """True if another replica may take what this one does not take now."""
         self._num_refused += 1
         if self._num_refused > 2 * len(self._replicas.all):
@@ -210,8 +216,9 @@ class Relay:
         self._replicas.lost(replica, "it takes no requests (status 503)")
         return True
 
-    async def _take_refusal(self, told: bytes) -> bool:
-        """A replica does not continue the stream. Raises APIError unless it may without the tokens."""
+    def _take_refusal(self, replica: FrontReplica, told: bytes) -> bool:
+        """A replica does not continue the stream. Raises APIError unless it may without the tokens, or another one may,
+        whose weights were not replaced yet."""
         try:
             error = msgspec.json.decode(told)["error"]
             param, code, message = error["param"], error["code"], error["message"]
@@ -221,6 +228,10 @@ class Relay:
         if self._takes_tokens and param == SENT_TOKENS:
             _LOG.warning("a replica takes no tokens that were sent, and makes them anew: %s", message)
             self._takes_tokens = False
+            return False
+        self._num_refused += 1
+        self._avoided.add(replica)
+        if code == "resume_differs" and len(self._avoided) < len(self._replicas.all) >= self._num_refused:
             return False
         raise APIError(409, f"the replica was lost, and another one refused: {message}", code=code)
 
@@ -269,6 +280,18 @@ class Relay:
 
     async def _end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def prompt_keys(headers: Headers, body: bytes) -> list[int]:
+    """Keys of a request's prompt, for routing by prefix: of its text, as it stands in the body."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return []
+    callers = [value for name, value in headers if name in _CALLERS]
+    salt = b"\0".join((*callers, *(bytes(fields.get(name, b"")) for name in _BEFORE_PROMPTS)))
+    prompt = next((bytes(fields[name]) for name in _PROMPTS if name in fields), b"")
+    return block_keys(prompt, _BLOCK_BYTES, salt)
 
 
 async def _whole(connection: ReplicaConnection) -> bytes:

@@ -11,6 +11,7 @@ import uvloop
 
 from jaxinfer.fleet.front.app import FrontApp
 from jaxinfer.fleet.front.options import FrontOptions
+from jaxinfer.fleet.front.replicas import ReplicaSet
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.run import listen, uvicorn_for
 
@@ -43,10 +44,11 @@ async def serve_front(options: FrontOptions, listener: socket.socket, stopping: 
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
             loop.add_signal_handler(number, on_signal)
-    app = FrontApp(options)
+    replicas = ReplicaSet(options)
+    app = FrontApp(options, replicas)
     limits = ServerOptions(max_connections=options.max_connections, send_timeout=options.send_timeout)
     server = uvicorn_for(app, limits)
-    watching, serving = asyncio.create_task(app.replicas.watch()), asyncio.create_task(server.serve([listener]))
+    watching, serving = asyncio.create_task(replicas.watch()), asyncio.create_task(server.serve([listener]))
     try:
         await asyncio.wait((asyncio.create_task(stopping.wait()), serving, watching), return_when="FIRST_COMPLETED")
         app.is_draining = True

@@ -1,9 +1,11 @@
 """Servers of a tiny model in processes of their own, killed under streams: none is lost, no token is another one."""
 
 import asyncio
+import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from tests.server.test_tools import TOOLS, gathered
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SERVER = """
+import json
 import sys
 from jaxinfer import AsyncEngine, compilation_cache
 from jaxinfer.server.options import ServerOptions
@@ -29,9 +32,10 @@ compilation_cache.enable()
 
 def open_engine():
     adapters = {"first": make_adapter(1)}
-    return AsyncEngine(tiny_model(), tool_parser="hermes", adapters=adapters, max_adapter_rank=8, **OPTIONS)
+    own = {**OPTIONS, **json.loads(sys.argv[1])}
+    return AsyncEngine(tiny_model(), tool_parser="hermes", adapters=adapters, max_adapter_rank=8, **own)
 
-options = ServerOptions(port=int(sys.argv[1]), drain_timeout=0, accept_sent_tokens=True)
+options = ServerOptions(port=int(sys.argv[2]), drain_timeout=0, accept_sent_tokens=True)
 sys.exit(run_server(options, "tiny", open_engine, on_listening=lambda url: print(url, flush=True)))
 """
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
@@ -49,20 +53,25 @@ KINDS = (
 )
 
 
-class Server:
-    """A process that is started again, at its port, after it was killed."""
+class Process:
+    """A server or a front that is started again, at its port, after it was killed."""
 
-    def __init__(self):
+    def __init__(self, *arguments, port_flag="--port", **variables):
+        self._arguments, self._port_flag = arguments, port_flag
+        self._variables = {**os.environ, "PYTHONPATH": os.getcwd(), **variables}
         self.port = 0
         self.start()
 
     def start(self):
-        flags = {"PYTHONPATH": os.getcwd(), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-        command = [sys.executable, "-c", SERVER, str(self.port)]
+        command = [sys.executable, *self._arguments, *filter(None, (self._port_flag, str(self.port)))]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **flags}
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=self._variables
         )
-        self.url = self.process.stdout.readline().strip()
+        line = ""
+        while "http://" not in line:
+            line = self.process.stdout.readline()
+            assert line, "it ended before it listened"
+        self.url = re.search(r"http://[\w.]+:\d+", line)[0]
         self.port = int(self.url.rpartition(":")[2])
 
     def kill(self, *, gently=False):
@@ -77,9 +86,66 @@ class Server:
             await asyncio.sleep(0.1)
 
 
+def tiny_server(**options):
+    flags = "--xla_backend_optimization_level=0"
+    return Process("-c", SERVER, json.dumps(options), port_flag="", XLA_FLAGS=flags)
+
+
+class Answer:
+    """An answer as its client has it, which asks again with the last event's id where the connection breaks.
+
+    Attributes:
+      status, text. longest: seconds without anything new. num_breaks: times that it asked again.
+    """
+
+    def __init__(self, ports, path, body):
+        self._ports, self._path, self._body = itertools.cycle(ports), path, body
+        self.status, self.text, self.longest, self.num_breaks = 0, "", 0.0, -1
+
+    async def run(self):
+        deadline = time.monotonic() + 200
+        while not await self._try():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        return self.status, self.text
+
+    async def _try(self):
+        """True if the answer has come to its end."""
+        events = self.text.split("\n\n")[:-1]  # whole ones, to the last with an id
+        while events and not events[-1].startswith("id: "):
+            events.pop()
+        self.text = "".join(f"{event}\n\n" for event in events)
+        port, last_id = next(self._ports), events[-1].split("\n")[0].removeprefix("id: ") if events else ""
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return False
+        self.num_breaks += 1
+        data = json.dumps(self._body).encode()
+        lines = [f"POST {self._path} HTTP/1.1", f"host: localhost:{port}", "connection: close"]
+        lines += [f"last-event-id: {last_id}"] if last_id else []
+        lines += ["content-type: application/json", f"content-length: {len(data)}"]
+        writer.write("\r\n".join((*lines, "", "")).encode() + data)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            self.status = int(head.split()[1])
+            if "transfer-encoding: chunked" not in head:
+                self.text = (await reader.readexactly(int(re.search(r"content-length: (\d+)", head)[1]))).decode()
+                return self.status not in (502, 503)  # those it may try again
+            at = time.monotonic()
+            while size := int(await reader.readline(), 16):
+                self.text += (await reader.readexactly(size + 2))[:-2].decode()
+                at, before = time.monotonic(), at
+                self.longest = max(self.longest, at - before)
+            return True
+        except (OSError, asyncio.IncompleteReadError, ValueError):  # also of a line that is no number: it ended
+            return False
+        finally:
+            writer.close()
+
+
 async def answered(port, path, body, seed):
-    status, _, data = await ask(port, "POST", path, json.dumps({**body, "seed": seed}).encode())
-    return status, data.decode()
+    return await Answer([port], path, {**body, "seed": seed}).run()
 
 
 def read(path, body, answer):
@@ -112,60 +178,68 @@ def same(given, expected):
     return given == expected
 
 
-async def watched(servers, port, num_kills, num_streams, generator):
-    """Streams of all kinds, `num_streams` at once, until so many servers were killed under them; each of them against
-    the answer of a server that is not disturbed. Returns how many there were, and the metrics."""
-    expected, num_answers, is_over, has_servers = {}, 0, asyncio.Event(), asyncio.Event()
-    has_servers.set()
-    pairs = [(kind, seed) for seed in (3, 4) for kind in range(len(KINDS))]
-    for kind, seed in pairs:
-        path, body = KINDS[kind]
-        expected[kind, seed] = read(path, body, await answered(servers[0].port, path, body, seed))
+async def expected_answers(server, kinds):
+    """Answers of a server that is not disturbed, by kind and seed."""
+    pairs = [(kind, seed) for seed in (3, 4) for kind in range(len(kinds))]
+    return {(kind, seed): read(*kinds[kind], await answered(server.port, *kinds[kind], seed)) for kind, seed in pairs}
+
+
+async def watched(ports, kinds, expected, killed, num_kills, num_streams, *, pauses=True):
+    """Streams of all kinds, `num_streams` at once, through fronts at `ports`, until `num_kills` of the processes
+    `killed` were killed under them. Returns the answers, which are the expected ones."""
+    generator, answers, is_over, may_begin = random.Random(1), [], asyncio.Event(), asyncio.Event()
+    may_begin.set()
+    pairs = list(expected)
 
     async def stream(number):
-        nonlocal num_answers
         while not is_over.is_set():
-            await has_servers.wait()
-            kind, seed = pairs[(number + num_answers) % len(pairs)]
-            path, body = KINDS[kind]
-            answer = read(path, body, await answered(port, path, body, seed))
-            assert same(answer, expected[kind, seed]), (kind, seed, answer, expected[kind, seed])
-            num_answers += 1
+            await may_begin.wait()
+            kind, seed = pairs[(number + len(answers)) % len(pairs)]
+            path, body = kinds[kind]
+            answer = Answer(ports[number % len(ports) :] + ports[: number % len(ports)], path, {**body, "seed": seed})
+            own = read(path, body, await answer.run())
+            assert same(own, expected[kind, seed]), (kind, seed, own, expected[kind, seed])
+            answers.append(answer)
 
     async def kill():
         for number in range(num_kills):
             await asyncio.sleep(generator.uniform(0.5, 2.0))
-            server = generator.choice(servers)
-            await asyncio.to_thread(server.kill, gently=number % 4 == 1)  # as a rolling update ends it
+            process = generator.choice(killed)
+            await asyncio.to_thread(process.kill, gently=pauses and number % 4 == 1)  # as a rolling update ends it
             await asyncio.sleep(1.0)
-            if num_kills > 1:  # while it starts the others would only take its processors
-                has_servers.clear()
-                await asyncio.to_thread(server.start)
-                await server.until_ready()
-                await asyncio.sleep(0.7)  # the front has seen it
-                has_servers.set()
+            if pauses:  # while it starts the others would only take its processors
+                may_begin.clear()
+            await asyncio.to_thread(process.start)
+            await process.until_ready()
+            await asyncio.sleep(0.7)  # the front has seen it
+            may_begin.set()
         is_over.set()
 
     async with asyncio.TaskGroup() as group:
         for number in range(num_streams):
             group.create_task(stream(number))
         group.create_task(kill())
-    metrics = (await ask(port, "GET", "/metrics"))[2].decode()
-    return num_answers, dict(line.split(" ") for line in metrics.splitlines() if not line.startswith("#"))
+    return answers
 
 
-def run(num_servers, num_kills, num_streams):
-    servers = [Server() for _ in range(num_servers)]
+async def until_all_are_ready(port, num_servers):
+    while f"jaxinfer_front_ready_replicas {num_servers}\n" not in (await ask(port, "GET", "/metrics"))[2].decode():
+        await asyncio.sleep(0.05)
+
+
+def run_kills(make_server, kinds, num_servers, num_kills, num_streams):
+    """Kills servers behind a front. Returns the answers and the front's metrics."""
+    servers = [make_server() for _ in range(num_servers)]
 
     async def everything():
         for server in servers:
             await server.until_ready()
+        expected = await expected_answers(servers[0], kinds)
         async with front(*servers, wait_timeout=60.0) as port:
-            while f"jaxinfer_front_ready_replicas {num_servers}\n" not in (
-                (await ask(port, "GET", "/metrics"))[2].decode()
-            ):
-                await asyncio.sleep(0.05)
-            return await watched(servers, port, num_kills, num_streams, random.Random(1))
+            await until_all_are_ready(port, num_servers)
+            answers = await watched([port], kinds, expected, servers, num_kills, num_streams)
+            metrics = (await ask(port, "GET", "/metrics"))[2].decode()
+            return answers, dict(line.split(" ") for line in metrics.splitlines() if not line.startswith("#"))
 
     try:
         return uvloop.run(everything())
@@ -174,12 +248,52 @@ def run(num_servers, num_kills, num_streams):
             server.kill()
 
 
+def told(answers, metrics, num_kills):
+    gaps = sorted(answer.longest for answer in answers if answer.longest)
+    p99 = gaps[int(0.99 * (len(gaps) - 1))]
+    print(
+        f"{num_kills} kills, {len(answers)} answers, all equal; continued {metrics['jaxinfer_front_continued_total']}, "
+        f"repeated {metrics['jaxinfer_front_repeated_total']}, longest pause of a stream: median "
+        f"{gaps[len(gaps) // 2]:.2f} s, 99 % {p99:.2f} s, longest {gaps[-1]:.2f} s"
+    )
+    return p99
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_streams_of_all_kinds_outlive_many_kills():
     num_kills = int(os.environ.get("JAXINFER_KILLS", "20"))
-    num_answers, metrics = run(3, num_kills, 12)
-    print(num_answers, metrics)
-    assert num_answers > 5 * num_kills
+    answers, metrics = run_kills(tiny_server, KINDS, 3, num_kills, 12)
+    told(answers, metrics, num_kills)
+    assert len(answers) > 5 * num_kills
+    assert not any(answer.num_breaks for answer in answers)
     assert int(metrics["jaxinfer_front_continued_total"]) > num_kills
     assert metrics["jaxinfer_front_given_up_total"] == "0"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_clients_outlive_fronts_that_are_killed():
+    """Two fronts before two servers; clients go on at the other one, by the id of the last event."""
+    servers, num_kills = [tiny_server() for _ in range(2)], 20
+    replicas = [part for server in servers for part in ("--replica", server.url)]
+    fronts = []
+
+    async def everything():
+        for server in servers:
+            await server.until_ready()
+        expected = await expected_answers(servers[0], KINDS)
+        fronts.extend(Process("-m", "jaxinfer.cli", "front", *replicas) for _ in range(2))
+        for process in fronts:
+            await process.until_ready()
+        ports = [process.port for process in fronts]
+        return await watched(ports, KINDS, expected, fronts, num_kills, 8, pauses=False)
+
+    try:
+        answers = uvloop.run(everything())
+    finally:
+        for process in (*fronts, *servers):
+            process.kill()
+    num_breaks = sum(answer.num_breaks for answer in answers)
+    print(f"{num_kills} fronts killed, {len(answers)} answers, all equal, asked again {num_breaks} times")
+    assert num_breaks > num_kills

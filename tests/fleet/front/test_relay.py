@@ -332,6 +332,36 @@ def test_a_client_that_does_not_read_costs_its_own_stream_only():
     uvloop.run(asyncio.wait_for(check(), 60))
 
 
+def test_conversations_stay_where_they_are_cached():
+    """Unless that replica is too busy, for callers with one key; another caller's equal prompt is cached nowhere."""
+
+    def body(name, num_turns):
+        turns = [{"role": "user", "content": f"{name} {turn} " * 40} for turn in range(num_turns)]
+        return json.dumps({"messages": turns}).encode()
+
+    async def script(head, body):
+        yield whole(200, "{}")
+
+    async def both():
+        replicas = FakeReplica(script), FakeReplica(script)
+        async with replicas[0] as one, replicas[1] as other, front(one, other, max_imbalance=1) as port:
+
+            async def asked(name, num_turns, **headers):
+                before = len(one.requests)
+                await ask(port, path="/v1/chat/completions", body=body(name, num_turns), **headers)
+                return len(one.requests) > before
+
+            one.is_ready = False
+            await asyncio.sleep(0.7)
+            assert not await asked("a", 1)
+            one.is_ready = True
+            await asyncio.sleep(0.7)
+            answers = [await asked(*about) for about in (("a", 2), ("b", 2), ("a", 3), ("b", 3))]
+            return [*answers, await asked("a", 3, authorization="Bearer other")]
+
+    assert uvloop.run(both()) == [False, True, False, True, True]
+
+
 def test_connections_are_kept_and_a_closed_one_is_no_death():
     async def answers(head, body):
         yield whole(200, "{}")
