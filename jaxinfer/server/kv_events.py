@@ -31,13 +31,14 @@ _MAX_NAMES = 1 << 14  # salts whose requests are remembered: far more than run a
 _MAX_BLOCKS = 1024  # of a message
 _MAX_MESSAGES = 100_000  # that wait for one subscriber; then it misses some
 _LEAST_PENDING = 1 << 16
+_MAX_REQUEST = 1024  # bytes of a frame from a client, which sends 8
 _GATHER_SECONDS = 0.002  # events of one step go together
 _TOKEN_BYTES = array("i").itemsize
 
 
 @dataclass(frozen=True)
 class PrefixName:
-    """What events say of the requests of a salt: their adapter, and what else separates their first block."""
+    """Names in events for the requests of a salt: their adapter, and what else separates their first block."""
 
     adapter: str | None = None
     extra_keys: tuple[str, ...] = ()
@@ -81,12 +82,12 @@ class KVEvents:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the engines' events are, in their order."""
+        """Addresses of the engines' events, in their order."""
         return [publisher.endpoint for publisher in self._publishers]
 
     @property
     def replay_endpoints(self) -> list[str]:
-        """Where messages can be had again, likewise; empty without."""
+        """Addresses at which messages can be had again, likewise; empty without."""
         return [publisher.replay_endpoint for publisher in self._publishers if publisher.replay_endpoint]
 
     def follow(self, engines: Sequence[Engine]) -> None:
@@ -138,6 +139,7 @@ class KVEventPublisher:
                 # Without these a client would silently get the first thousand messages only.
                 self._replay.setsockopt(zmq.SNDHWM, options.kv_events_buffer + 2)
                 self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
                 self._replay.setsockopt(zmq.LINGER, 0)
                 self.replay_endpoint = _bind(self._replay, options.kv_events_replay, rank)
         except OSError:

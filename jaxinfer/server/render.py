@@ -51,15 +51,15 @@ async def _render(
     async with using(request, service, body) as model:
 
         def render() -> list[Rendered]:
-            job, found = bind(request, service, body, lambda _: read(), model), []
+            job, rendered = bind(request, service, body, lambda _: read(), model), []
             for number, (prompt, params) in enumerate(job.inputs(model.texts, model.answers)):
                 try:
                     keeps = job.asked.num_kept != 0
                     prepared = model.llm.prepare(prompt, params, what=job.name_of(number), keeps_answer=keeps)
                 except (ValueError, TypeError) as error:
                     raise job.refused(error, number) from error
-                found.append(_rendered(body, job.asked, prepared, model, f"{prefix}-{new_answer_id()}"))
-            return found
+                rendered.append(_rendered(body, job.asked, prepared, model, f"{prefix}-{new_answer_id()}"))
+            return rendered
 
         with client_errors():
             return await in_thread(record_of(request.scope), render)

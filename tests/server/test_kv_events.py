@@ -205,6 +205,10 @@ def test_each_engine_of_a_data_axis_has_sockets_of_its_own():
         assert len(events.endpoints) == 2
         assert all(views)
         assert len(set().union(*views)) == 16
+    for endpoint, replay in zip(events.endpoints, events.replay_endpoints, strict=True):
+        with Subscriber(endpoint, replay) as subscriber:
+            subscriber.read_until(lambda one: one.view() == {})  # the engine is closed
+            assert subscriber.events[-1]["type"] == "AllBlocksCleared"
     events.close()
 
 
