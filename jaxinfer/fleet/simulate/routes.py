@@ -7,7 +7,7 @@ from jaxinfer.fleet.routing import PrefixRouter
 
 
 class LoadIndex:
-    """Unfinished requests of the replicas that may be chosen, by number, and the blocks that each is thought to have."""
+    """Unfinished requests of the replicas that may be chosen, by number, and blocks that each is thought to have."""
 
     def __init__(self) -> None:
         self.loads: dict[int, int] = {}
