@@ -17,6 +17,7 @@ from jaxinfer.cli.convert import convert
 from jaxinfer.cli.demo import demo
 from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
+from jaxinfer.cli.fleet import app as fleet_app
 from jaxinfer.cli.front import front
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.kv_report import kv_report
@@ -104,6 +105,7 @@ for group, commands in GROUPS.items():
     for name, function in commands.items():
         app.command(name, cls=NamedCommand, rich_help_panel=group)(command(function))
 app.add_typer(bench_app, name="bench", rich_help_panel="This machine")
+app.add_typer(fleet_app, name="fleet", rich_help_panel="Generate")
 
 
 def _print_version(is_wanted: bool) -> None:
