@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
 from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMissingImports]
 from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 from starlette.requests import Request
@@ -135,10 +135,10 @@ class LeasedReplica:
         """A machine that is gone closes no connection."""
         try:
             await anext(aiter(self._stream))
-        except RayError as error:
+        except RayActorError as error:
             self.pool.give_up(f"Ray has lost it: {_first_line(error)}")
-        except StopAsyncIteration:
-            pass
+        except (RayError, RayServeException, StopAsyncIteration):  # it was cancelled by `end`
+            return
 
 
 class FleetFront:
