@@ -1,4 +1,4 @@
-"""A fleet under Ray Serve whose replicas are killed under streams of all kinds: none is lost, no token is another one."""
+"""A fleet under Ray Serve whose replicas are killed under streams of all kinds: none is lost, all tokens are equal."""
 
 import os
 

@@ -107,7 +107,7 @@ def test_a_change_is_over_when_all_replicas_have_it(options, monkeypatch):
     failed = running(options, status="DEPLOY_FAILED", message="Traceback\nValueError: 4 pages are too few")
     with pytest.raises(deploy.FleetError, match="4 pages are too few"):
         deploy.apply(RaySays({}, failed), options, told.append)
-    with pytest.raises(deploy.FleetError, match="listens at http://127.0.0.1:9000, not at http://127.0.0.1:8000"):
+    with pytest.raises(deploy.FleetError, match=r"127\.0\.0\.1:9000, not at http://127\.0\.0\.1:8000"):
         deploy.apply(RaySays(before | {"http_options": {"host": "127.0.0.1", "port": 9000}}), options, told.append)
 
 

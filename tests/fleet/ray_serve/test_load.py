@@ -1,0 +1,189 @@
+"""Many requests to a fleet of the embedded model: answers of an engine alone, and caches that conversations find."""
+
+import asyncio
+import json
+import os
+import random
+
+import pytest
+import uvloop
+
+from jaxinfer import LLM, SamplingParams
+from tests.fleet.front.fakes import ask
+from tests.fleet.front.test_kills import COMPLETIONS, answered
+
+pytest.importorskip("ray.serve")
+from tests.fleet.ray_serve.fleets import FRONT, PROXY, Fleet
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(3 * 3600)]
+NUM_REQUESTS = int(os.environ.get("JAXINFER_RAY_REQUESTS", "200"))
+NUM_STREAMS = int(os.environ.get("JAXINFER_RAY_STREAMS", "64"))
+MODEL = os.environ.get("JAXINFER_RAY_MODEL", "demo")
+OPTIONS = {"max_seqs": 16, "max_model_len": 128}
+ALONE = {"placement": {"num_cpus": 0.2}, "server": {"max_queued": 1024}}
+NUM_PROMPTS = 40
+
+
+def request(number):
+    generator = random.Random(number)
+    sampled = number % 3 != 0
+    return {
+        "prompt": f"def function_{number % NUM_PROMPTS}(path, mode):",
+        "max_tokens": generator.randint(8, 32),
+        "temperature": 0.9 if sampled else 0.0,
+        "seed": number,
+        "top_p": 0.95 if number % 2 else 1.0,
+        "frequency_penalty": 0.4 if number % 5 == 0 else 0.0,
+    }
+
+
+def without_prompt(body):
+    return {name: value for name, value in body.items() if name != "prompt"}
+
+
+def alone(bodies):
+    """Texts, tokens and reasons of one engine, in batches."""
+    with LLM(MODEL, **OPTIONS) as llm:
+        defaults = vars(llm.default_params)  # of the checkpoint, which requests over HTTP have too
+        params = [SamplingParams.from_dict({**defaults, **without_prompt(body)}) for body in bodies]
+        outputs = llm.generate([body["prompt"] for body in bodies], params, use_tqdm=False)
+    return [(one.text, list(one.token_ids), one.finish_reason) for one in (output.outputs[0] for output in outputs)]
+
+
+def parts(text):
+    """What a stream of completions says: text, tokens and reason, and how many events had a token."""
+    whole, ids, reason, num_events = "", [], None, 0
+    for line in text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                whole += choice["text"]
+                ids += choice.get("token_ids") or []
+                num_events += bool(choice.get("token_ids"))
+                reason = choice["finish_reason"] or reason
+    return (whole, ids, reason), num_events
+
+
+def test_answers_are_those_of_one_engine(tmp_path):
+    bodies = [request(number) for number in range(NUM_REQUESTS)]
+    expected = alone(bodies)
+    fleet = Fleet(tmp_path, {"model": MODEL, "num_replicas": 3, "options": OPTIONS, **ALONE})
+    numbers, num_events = iter(range(NUM_REQUESTS)), 0
+
+    async def stream():
+        nonlocal num_events
+        for number in numbers:
+            body = {**bodies[number], "stream": True, "return_token_ids": True}
+            seed = body.pop("seed")
+            status, text = await answered(fleet.port, COMPLETIONS, body, seed)
+            assert status == 200, text
+            own, count = parts(text)
+            assert own == expected[number], number
+            num_events += count
+
+    async def everything():
+        await fleet.until_ready()
+        before = fleet.seconds()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_STREAMS):
+                group.create_task(stream())
+        after = fleet.seconds()
+        return {kind: 1e6 * (after[kind] - before[kind]) / num_events for kind in after}, await fleet.metrics()
+
+    try:
+        costs, metrics = uvloop.run(everything())
+    finally:
+        fleet.close()
+    print(
+        f"{NUM_REQUESTS} requests at {NUM_STREAMS} streams, all equal; {num_events} chunks, of which each cost "
+        f"{costs[FRONT]:.0f} us of the front's processor time and {costs[PROXY]:.0f} of Ray's proxy; {metrics}"
+    )
+    assert metrics["jaxinfer_front_lost_total"] == metrics["jaxinfer_front_given_up_total"] == "0"
+
+
+async def one_chunk_costs(fleet):
+    """Microseconds of the front's processor time a chunk: 8 streams, many chunks each."""
+    body = {"prompt": "def read(path):", "max_tokens": 110, "ignore_eos": True, "stream": True}
+    before, num_chunks = fleet.seconds(), 0
+    for texts in [await asyncio.gather(*(answered(fleet.port, COMPLETIONS, body, n) for n in range(8)))] * 1:
+        num_chunks += sum(text.count("\ndata: {") for _, text in texts)
+    after = fleet.seconds()
+    return {kind: 1e6 * (after[kind] - before[kind]) / num_chunks for kind in after}
+
+
+def test_what_a_chunk_costs(tmp_path):
+    fleet = Fleet(tmp_path, {"model": MODEL, "num_replicas": 2, "options": OPTIONS, **ALONE})
+
+    async def everything():
+        await fleet.until_ready(2)
+        await one_chunk_costs(fleet)
+        return await one_chunk_costs(fleet)
+
+    try:
+        costs = uvloop.run(everything())
+    finally:
+        fleet.close()
+    print(f"a chunk costs {costs[FRONT]:.0f} us of the front's processor time and {costs[PROXY]:.0f} of Ray's proxy")
+
+
+NUM_CONVERSATIONS, NUM_TURNS, NUM_PAGES = 24, 5, 120
+CHATS = {"max_seqs": 4, "max_model_len": 512}
+SYSTEM = "You read files. "
+
+
+async def conversations(port):
+    """Cached and all tokens of prompts; turns of one conversation follow one another, and several run at once."""
+    generator, cached, total = random.Random(1), 0, 0
+    waiting = [
+        (number, [{"role": "system", "content": f"{SYSTEM * 6}{number}"}]) for number in range(NUM_CONVERSATIONS)
+    ]
+    left = dict.fromkeys(range(NUM_CONVERSATIONS), NUM_TURNS)
+
+    async def work():
+        nonlocal cached, total
+        while waiting:
+            number, messages = waiting.pop(generator.randrange(len(waiting)))
+            messages.append(
+                {"role": "user", "content": f"turn {left[number]}: read the file and tell me what is in it"}
+            )
+            body = {"messages": messages, "max_tokens": 12, "seed": number, "temperature": 0}
+            status, _, data = await ask(port, "POST", "/v1/chat/completions", json.dumps(body).encode())
+            assert status == 200, data
+            answer = json.loads(data)
+            cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            total += answer["usage"]["prompt_tokens"]
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            left[number] -= 1
+            if left[number]:
+                waiting.append((number, messages))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(6):
+            group.create_task(work())
+    return cached, total
+
+
+def rate(folder, num_replicas, num_pages, routing):
+    folder.mkdir()
+    options = {**CHATS, "num_pages": num_pages, "max_seqs": CHATS["max_seqs"]}
+    values = {"model": "demo", "num_replicas": num_replicas, "options": options, "routing": routing, **ALONE}
+    fleet = Fleet(folder, values)
+
+    async def everything():
+        await fleet.until_ready(num_replicas)
+        return await conversations(fleet.port)
+
+    try:
+        cached, total = uvloop.run(everything())
+    finally:
+        fleet.close()
+    print(f"{num_replicas} replicas of {num_pages} pages, {routing}: {cached} of {total} prompt tokens cached")
+    return cached / total
+
+
+def test_conversations_find_their_prefixes(tmp_path):
+    one = rate(tmp_path / "one", 1, 3 * NUM_PAGES, "prefix")
+    prefix = rate(tmp_path / "prefix", 3, NUM_PAGES, "prefix")
+    in_turn = rate(tmp_path / "in_turn", 3, NUM_PAGES, "round_robin")
+    print(f"hits of one replica with all pages {one:.3f}, by prefix {prefix:.3f}, in turn {in_turn:.3f}")
+    assert prefix >= 0.95 * one
+    assert in_turn < prefix
