@@ -7,6 +7,8 @@ times the processor time.
 import asyncio
 import contextlib
 import logging
+import socket
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +27,8 @@ from jaxinfer.fleet.ray_serve.choice import running_replicas
 from jaxinfer.fleet.ray_serve.options import FleetOptions
 from jaxinfer.fleet.ray_serve.replica import FRONT_KEY
 from jaxinfer.server.errors import APIError
-from jaxinfer.server.options import LOOPBACK
+from jaxinfer.server.options import LOOPBACK, ServerOptions
+from jaxinfer.server.run import listen, uvicorn_for
 
 _LOG = logging.getLogger("jaxinfer.fleet.front")
 _AGAIN_SECONDS = 0.05  # after a replica was not reached through Ray
@@ -149,11 +152,37 @@ class FleetFront:
         read = FleetOptions.read({**options, "num_replicas": num_replicas})
         hold = replicas.options(method_name="hold", stream=True)
         known = FleetReplicas(hold, read, ray.get_runtime_context().get_node_id())
-        self._app = FrontApp(read.front_options(), known)
+        self._options = read.front_options()
+        self._app = FrontApp(self._options, known)
+        self._direct: asyncio.Task[None] | None = None
+        if read.direct_port is not None:
+            listener = listen(read.host, read.direct_port, self._options.send_timeout, is_shared=True)
+            self._direct = asyncio.get_running_loop().create_task(self._listen(listener))
 
     async def __call__(self, request: Request) -> Response:
         """Of Ray Serve: a request over HTTP."""
         return _Answer(self._app)
+
+    def check_health(self) -> None:
+        """Of Ray Serve."""
+        if self._direct is not None and self._direct.done():
+            raise RuntimeError("the front does not listen any more")
+
+    async def _listen(self, listener: socket.socket) -> None:
+        options = self._options
+        limits = ServerOptions(max_connections=options.max_connections, send_timeout=options.send_timeout)
+        server = uvicorn_for(self._app, limits)
+        try:
+            await server.serve([listener])
+        finally:
+            listener.close()
+
+    async def __del__(self) -> None:
+        """Ray waits for its own requests; those that came directly have as long."""
+        self._app.is_draining = True
+        deadline = time.monotonic() + self._options.drain_timeout
+        while self._app.num_running and time.monotonic() < deadline:
+            await asyncio.sleep(_AGAIN_SECONDS)
 
 
 class _Answer(Response):

@@ -21,6 +21,11 @@ PROXY = "ProxyActor"
 LLM_OPTIONS = {**OPTIONS, "tool_parser": "hermes", "max_adapters": 2, "max_adapter_rank": 8}
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
 def write_model(folder: Path) -> Path:
     """The tiny model as a checkpoint."""
     with LLM(tiny_model(), max_seqs=1, max_model_len=32) as llm:
@@ -38,9 +43,9 @@ class Fleet:
     """A fleet, with the command that runs it."""
 
     def __init__(self, folder: Path, values: dict, **variables):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
-        self.values, self.file, self.log = {"port": self.port, **values}, folder / "fleet.json", folder / "log.txt"
+        self.port, self.direct_port = free_port(), free_port()
+        ports = {"port": self.port, "direct_port": self.direct_port}
+        self.values, self.file, self.log = {**ports, **values}, folder / "fleet.json", folder / "log.txt"
         self.env = {**os.environ, "PYTHONPATH": os.getcwd(), "RAY_AUTH_MODE": "token", **variables}
         self._write()
         with self.log.open("w") as log:

@@ -100,13 +100,12 @@ def test_answers_are_those_of_one_engine(tmp_path):
     assert metrics["jaxinfer_front_lost_total"] == metrics["jaxinfer_front_given_up_total"] == "0"
 
 
-async def one_chunk_costs(fleet):
-    """Microseconds of the front's processor time a chunk: 8 streams, many chunks each."""
+async def chunk_costs(fleet, port):
+    """Microseconds of processor time a chunk, of the front and of Ray's proxy: 8 streams of many chunks."""
     body = {"prompt": "def read(path):", "max_tokens": 110, "ignore_eos": True, "stream": True}
-    before, num_chunks = fleet.seconds(), 0
-    for texts in [await asyncio.gather(*(answered(fleet.port, COMPLETIONS, body, n) for n in range(8)))] * 1:
-        num_chunks += sum(text.count("\ndata: {") for _, text in texts)
-    after = fleet.seconds()
+    before = fleet.seconds()
+    answers = await asyncio.gather(*(answered(port, COMPLETIONS, body, number) for number in range(16)))
+    num_chunks, after = sum(text.count("\ndata: {") for _, text in answers), fleet.seconds()
     return {kind: 1e6 * (after[kind] - before[kind]) / num_chunks for kind in after}
 
 
@@ -115,14 +114,17 @@ def test_what_a_chunk_costs(tmp_path):
 
     async def everything():
         await fleet.until_ready(2)
-        await one_chunk_costs(fleet)
-        return await one_chunk_costs(fleet)
+        ports = (fleet.port, fleet.direct_port)
+        return [[await chunk_costs(fleet, port) for _ in range(3)][-1] for port in ports]
 
     try:
-        costs = uvloop.run(everything())
+        through, direct = uvloop.run(everything())
     finally:
         fleet.close()
-    print(f"a chunk costs {costs[FRONT]:.0f} us of the front's processor time and {costs[PROXY]:.0f} of Ray's proxy")
+    print(
+        f"a chunk through Ray's proxy costs {through[FRONT]:.0f} us of the front's processor time and "
+        f"{through[PROXY]:.0f} of the proxy; directly {direct[FRONT]:.0f} and {direct[PROXY]:.0f}"
+    )
 
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_PAGES = 24, 5, 120
