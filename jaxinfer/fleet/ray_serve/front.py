@@ -160,11 +160,11 @@ class FleetFront:
             self._direct = asyncio.get_running_loop().create_task(self._listen(listener))
 
     async def __call__(self, request: Request) -> Response:
-        """Of Ray Serve: a request over HTTP."""
+        """Answers a request over HTTP."""
         return _Answer(self._app)
 
     def check_health(self) -> None:
-        """Of Ray Serve."""
+        """Raises RuntimeError where Ray Serve shall start it again."""
         if self._direct is not None and self._direct.done():
             raise RuntimeError("the front does not listen any more")
 
@@ -186,7 +186,7 @@ class FleetFront:
 
 
 class _Answer(Response):
-    """What the application answers."""
+    """The answer of the application."""
 
     def __init__(self, app: FrontApp):
         super().__init__()

@@ -208,7 +208,7 @@ class FleetOptions:
         )
 
     def changeable(self) -> dict[str, Any]:
-        """What replicas are given again while they run: `user_config` of Ray Serve."""
+        """`user_config` of Ray Serve: what replicas are given again while they run."""
         weights = None if self.weights is None else dataclasses.asdict(self.weights)
         return {"weights": weights, "adapters": dict(self.adapters)}
 

@@ -107,7 +107,7 @@ class ReplicaServer:
 
     @property
     def told(self) -> dict[str, str]:
-        """What a front needs to know."""
+        """Facts that a front needs: name, node, url and key."""
         return self._told
 
     def check(self) -> None:
@@ -188,11 +188,11 @@ class FleetReplica:
         self._server = ReplicaServer(read, name, ray.get_runtime_context().get_node_id(), address)
 
     async def reconfigure(self, config: Mapping[str, Any] | None) -> None:
-        """Of Ray Serve, at the start and where its `user_config` was changed."""
+        """Ray Serve calls it at the start, and where its `user_config` was changed."""
         await self._server.change(config)
 
     def check_health(self) -> None:
-        """Of Ray Serve."""
+        """Raises RuntimeError where Ray Serve shall start it again."""
         self._server.check()
 
     async def hold(self, keys: Sequence[int] = (), avoided: Sequence[str] = ()) -> AsyncIterator[dict[str, str]]:

@@ -49,27 +49,26 @@ def test_a_file_becomes_a_configuration(options):
     assert arguments["user_config"] == told
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, "model is missing"),
-        ({"model": "demo", "replicas": 3}, "'replicas' is none of model"),
-        ({"model": "demo", "num_replicas": 0}, "num_replicas must be an integer of at least 1, got 0"),
-        ({"model": "demo", "weights": {"path": "x"}}, "weights: version is missing"),
-        ({"model": "demo", "adapters": {"first": "x"}}, "1 adapters need max_adapters"),
-        ({"model": "demo", "server": {"port": 1}}, "server: 'port' is none of"),
-        ({"model": "demo", "server": {"max_n": "2", "pooling": "all"}}, "server: pooling='all'"),
-        ({"model": "demo", "host": "0.0.0.0"}, "reachable from other machines"),
-        ({"model": "demo", "placement": {"strategy": "SPREAD"}}, "a replica lies on one host"),
-        ({"model": "demo", "stall_timeout": 3}, "stall_timeout must be at least 16 seconds, got 3"),
-    ],
+MISTAKES = (
+    ({}, "model is missing"),
+    ({"model": "demo", "replicas": 3}, "'replicas' is none of model"),
+    ({"model": "demo", "num_replicas": 0}, "num_replicas must be an integer of at least 1, got 0"),
+    ({"model": "demo", "weights": {"path": "x"}}, "weights: version is missing"),
+    ({"model": "demo", "adapters": {"first": "x"}}, "1 adapters need max_adapters"),
+    ({"model": "demo", "server": {"port": 1}}, "server: 'port' is none of"),
+    ({"model": "demo", "server": {"pooling": "all"}}, "server: pooling='all'"),
+    ({"model": "demo", "host": "0.0.0.0"}, "reachable from other machines"),
+    ({"model": "demo", "placement": {"strategy": "SPREAD"}}, "a replica lies on one host"),
+    ({"model": "demo", "stall_timeout": 3}, "stall_timeout must be at least 16 seconds, got 3"),
+    ({"model": "demo", "direct_port": 8000}, "direct_port and port are both 8000"),
 )
-def test_a_mistake_is_named(values, message):
-    with pytest.raises(ValueError, match=message):
-        FleetOptions.read(values)
 
 
-def test_ray_does_not_start_without_tokens(monkeypatch):
+def test_mistakes_are_named(monkeypatch):
+    for values, message in MISTAKES:
+        with pytest.raises(ValueError, match=message):
+            FleetOptions.read(values)
+    # Ray listens at all addresses.
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ValueError, match="RAY_AUTH_MODE=disabled"):
         deploy.serve_fleet(FleetOptions(model="demo"))
@@ -111,7 +110,7 @@ def test_a_change_is_over_when_all_replicas_have_it(options, monkeypatch):
         deploy.apply(RaySays(before | {"http_options": {"host": "127.0.0.1", "port": 9000}}), options, told.append)
 
 
-def test_a_choice_counts_what_runs():
+def test_a_choice_counts_what_runs_and_follows_prefixes():
     choice, names = ReplicaChoice("load"), ["a", "b", "c"]
     firsts = [choice.order(str(number), (), names)[0] for number in range(6)]
     assert Counter(firsts) == {"a": 2, "b": 2, "c": 2}
@@ -121,9 +120,6 @@ def test_a_choice_counts_what_runs():
     choice.route("6", "b")  # Ray sent it elsewhere
     assert choice.loads == {firsts[0]: 1} | {name: 3 if name == "b" else 2 for name in names if name != firsts[0]}
     assert choice.order("7", (), names, avoided=[firsts[0]])[-1] == firsts[0]
-
-
-def test_a_choice_follows_prefixes_until_their_replica_is_gone():
     choice, names = ReplicaChoice("prefix", max_imbalance=2), ["a", "b"]
     first, *_ = choice.order("1", [1, 2], names)
     assert choice.order("2", [1, 2, 3], names)[0] == first
