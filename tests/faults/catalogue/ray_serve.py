@@ -46,4 +46,12 @@ FAULTS = (
         (DOOR,),
         "an answer names the version of the weights before, and is of the new ones",
     ),
+    Fault(
+        "ray_serve/newer-weights-end-streams",
+        "jaxinfer/fleet/front/relay.py",
+        'if code == "resume_differs" and',
+        'if code == "" and',
+        ("tests/fleet/front/test_relay.py::test_a_replica_with_newer_weights_is_passed_over",),
+        "while weights are replaced, streams of a replica that dies end, though another one has their weights",
+    ),
 )
