@@ -45,7 +45,7 @@ class PrefixRouter(Generic[Name]):
         self._owners: dict[int, set[Name]] = {}
 
     def choose(self, keys: Sequence[int], loads: Mapping[Name, int], avoided: Collection[Name] = ()) -> Name:
-        """The replica for a request, which is thought to have its blocks from then on.
+        """The replica for a request, which is thought to have its blocks from then on; of equals, that with fewest.
 
         Args:
           keys: of the prompt (`block_keys`). loads: unfinished requests of each replica that may be chosen.
@@ -59,7 +59,7 @@ class PrefixRouter(Generic[Name]):
         least = min(able.values())
         known = self.num_known(keys, able)
         near = [name for name, load in able.items() if load <= least + self._max_imbalance]
-        chosen = max(near, key=lambda name: (known.get(name, 0), -able[name]))
+        chosen = max(near, key=lambda name: (known.get(name, 0), -able[name], -len(self._blocks.get(name, ()))))
         self.record(chosen, keys)
         return chosen
 

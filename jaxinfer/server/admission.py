@@ -6,6 +6,8 @@ number and then to the first (start-time fair queueing, Goyal, Vin and Cheng 199
 `rank` keeps this order in the engine, for those few that wait there.
 
 A full queue refuses the keys that have their share of it: what one key sends does not keep out the others.
+
+An answer that another server began does not wait here again: it goes on as soon as the engine has room.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ class Ticket:
     ):
         self._admission, self.key, self.priority, self.adapter = admission, key, priority, adapter
         self.num_answers, self.num_tokens = num_answers, num_tokens
-        self.is_running = False
+        self.is_running = self.is_continued = False
         self.rank, self.expected = 0, 0.0  # from its turn on: lower goes first; tokens that it was counted with
         self.turned = asyncio.Event()
 
@@ -107,10 +109,34 @@ class Admission:
         self._together = [] if together is None else together
         self._together.append(self)
 
-    def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0, adapter: Any = None) -> Ticket:
+    def enter(
+        self,
+        key: str,
+        num_answers: int,
+        num_tokens: int,
+        priority: int = 0,
+        adapter: Any = None,
+        *,
+        is_continued: bool = False,
+    ) -> Ticket:
         """A place for a request, which `adapter` answers. Raises APIError 429, with the seconds after which to try
-        again, if too much waits."""
+        again, if too much waits, unless it continues an answer (`is_continued`)."""
         own = self._keys.setdefault(key, _Key())
+        if not is_continued:
+            self._check_room(key, num_answers, num_tokens)
+        ticket = Ticket(self, key, num_answers, num_tokens, priority, adapter)
+        ticket.is_continued = is_continued
+        if own.num_inside == 0:  # it does not save turns up while it is away
+            others = [other.served for other in self._keys.values() if other.num_inside]
+            own.served = max(own.served, min(others, default=own.served))
+        own.num_inside += 1
+        own.entered = self._clock()
+        self._inside.add(ticket)
+        self._count_waiting(ticket, 1)
+        return ticket
+
+    def _check_room(self, key: str, num_answers: int, num_tokens: int) -> None:
+        """Raises APIError 429."""
         names = {name for admission in self._together for name, its in admission._keys.items() if its.num_inside}
         num_keys = len(names | {key})
         owns = [admission._keys[key] for admission in self._together if key in admission._keys]
@@ -124,15 +150,6 @@ class Admission:
         has_share = num_keys == 1 or own_tokens > self.max_queued_tokens // num_keys
         if num_waiting and num_waiting + num_tokens > self.max_queued_tokens and has_share:
             raise self._refusal("queue_full", f"{num_waiting} prompt tokens wait already")
-        ticket = Ticket(self, key, num_answers, num_tokens, priority, adapter)
-        if own.num_inside == 0:  # it does not save turns up while it is away
-            others = [other.served for other in self._keys.values() if other.num_inside]
-            own.served = max(own.served, min(others, default=own.served))
-        own.num_inside += 1
-        own.entered = self._clock()
-        self._inside.add(ticket)
-        self._count_waiting(ticket, 1)
-        return ticket
 
     @property
     def waiting_adapters(self) -> set[Any]:
@@ -157,6 +174,10 @@ class Admission:
         return APIError(429, message, code=code, headers={"retry-after": str(seconds)})
 
     def _wait(self, ticket: Ticket) -> None:
+        if ticket.is_continued:
+            ticket.rank = -1  # before all that were not begun
+            self._start(ticket)
+            return
         heapq.heappush(self._keys[ticket.key].queue, (ticket.priority, next(self._orders), ticket))
         self._give_turns()
 
@@ -172,6 +193,10 @@ class Admission:
     def _give_turn(self, key: _Key) -> None:
         ticket = heapq.heappop(key.queue)[2]
         ticket.rank = key.rank = max(key.rank, round(key.work))
+        self._start(ticket)
+
+    def _start(self, ticket: Ticket) -> None:
+        key = self._keys[ticket.key]
         ticket.expected = ticket.num_tokens + ticket.num_answers * self._mean_output
         key.promised += ticket.expected
         self._count_waiting(ticket, -1)

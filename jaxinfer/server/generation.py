@@ -93,6 +93,7 @@ class Generation:
         self._ticket: Ticket = self.model.admission.enter(
             *(record.key, job.num_answers, job.num_estimated, job.asked.priority),
             adapter=self.model.adapter,
+            is_continued=begun is not None,
         )
         service.generations.add(self)
 

@@ -4,6 +4,7 @@ Gemma 3 270M's greedy tokens have the highest log-probability of the trainer's f
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +21,8 @@ NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 8, 16_000, 8
 def test_greedy_tokens_at_16000_are_those_of_the_trainer(model_path):
     options = {"max_seqs": 2, "max_model_len": 16_384, "prefill_chunk": 512, "deterministic": True}
     with LLM(str(model_path("gemma3-270m")), max_seqs=1, max_model_len=64) as llm:
-        model = llm.config, dequantize_params(llm.params.copy()), llm.tokenizer  # a trainer has plain weights
+        params = jax.tree.map(jnp.copy, dequantize_params(llm.params.copy()))  # a trainer has plain weights of its own
+        model = llm.config, params, llm.tokenizer
     with LLM(model, **options) as llm:
         text = "\n".join(text for _, text in held_out_files(400))
         tokens = llm.tokenizer.encode(text)

@@ -43,6 +43,24 @@ def test_too_many_answers_are_refused_and_leaving_makes_room():
         place.enter("", 1, 10)
 
 
+def test_answers_that_another_server_began_do_not_wait_again():
+    place, _ = admission(capacity=1, max_queued=1)
+    first, second = place.enter("", 1, 10), place.enter("", 1, 10)
+    waiting(place, first, second)
+    with pytest.raises(APIError):
+        place.enter("", 1, 10)
+    begun = place.enter("", 2, 10, is_continued=True)
+    waiting(place, begun)
+    assert begun.is_running
+    assert begun.rank < first.rank
+    first.leave()
+    assert not second.is_running  # there is no room yet
+    begun.leave()
+    assert second.is_running
+    second.leave()
+    assert place.num_running == place.num_waiting == place.num_waiting_tokens == 0
+
+
 def test_n_answers_count_n():
     place, _ = admission()
     place.enter("", 4, 10)

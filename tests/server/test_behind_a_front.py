@@ -59,6 +59,30 @@ def events_in(text):
     ]
 
 
+def test_the_front_describes_what_it_passes_on(make_service):
+    """Each route of its description is answered, and none that changes a server is in it."""
+
+    async def described(port):
+        async with Cutter(port) as one, front(one) as front_port:
+            status, _, own = await ask(front_port, "GET", "/openapi.json")
+            _, _, whole = await ask(port, "GET", "/openapi.json")
+            own, whole = json.loads(own)["paths"], json.loads(whole)["paths"]
+            statuses = [
+                (await ask(front_port, method.upper(), path.replace("{id}", "tiny"), b"{"))[0]
+                for path, methods in own.items()
+                for method in methods
+            ]
+            return status, own, whole, statuses
+
+    with served(make_service(accept_sent_tokens=True)) as port:
+        status, own, whole, statuses = asyncio.run(described(port))
+    assert status == 200
+    assert {"/v1/chat/completions", "/api/chat", "/v1/models/{id}", "/health"} <= own.keys() < whole.keys()
+    assert all(own[path] == whole[path] for path in own)
+    assert not {"/models/load", "/api/delete"} & own.keys()
+    assert set(statuses) == {200, 400}
+
+
 def test_streams_whose_server_is_lost_are_what_they_would_have_been(make_service):
     path, body = CASES["two answers"]
     data = json.dumps({**body, "stream": True}).encode()

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.fleet.front.connection import Headers
 from jaxinfer.fleet.front.options import FrontOptions
@@ -22,6 +22,7 @@ _POSTED = (
     *("/api/chat", "/api/generate", "/api/embed", "/api/show"),
 )
 _READ = ("/", "/version", "/v1/models", "/tokenizer_info", "/openapi.json", "/api/version", "/api/tags")
+_DESCRIBED = {*_POSTED, *_READ, "/v1/models/{id}", "/health", "/ready", "/metrics"}
 
 
 class FrontApp:
@@ -102,6 +103,8 @@ class FrontApp:
         try:
             body = await self._body(receive)
             about = method, path, target, scope["headers"], body
+            if path == "/openapi.json":
+                send = _described(send)
             relay = Relay(self.replicas, self._options, self.counts, *about, send)
             await while_connected(receive, relay.run())
         finally:
@@ -123,6 +126,27 @@ class FrontApp:
                         return bytes(data)
         except TimeoutError:
             raise APIError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
+
+
+def _described(send: Send) -> Send:
+    """A `send` that leaves out of a server's description the routes that the front does not pass on."""
+    started: Message = {}
+
+    async def describe(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            started.update(message)
+            return
+        body = message["body"]
+        if started["status"] == 200:
+            description = msgspec.json.decode(body)
+            paths = description["paths"]
+            description["paths"] = {path: paths[path] for path in paths if path in _DESCRIBED}
+            body = msgspec.json.encode(description)
+        kept = [(name, value) for name, value in started["headers"] if name != b"content-length"]
+        await send({**started, "headers": [*kept, (b"content-length", b"%d" % len(body))]})
+        await send({**message, "body": body})
+
+    return describe
 
 
 def _json(value: dict[str, str]) -> Response:

@@ -19,6 +19,7 @@ from jaxinfer.server.resume import SENT_TOKENS, TELL_TOKENS
 _LOG = logging.getLogger("jaxinfer.fleet.front")
 _MOST_DEATHS = 2  # of replicas that answer a request, without anything new in between; then it is not tried again
 _UNAVAILABLE = b'"type":"%b"' % unavailable("", 1).type.encode()
+_ROOM_SECONDS = 0.5  # until replicas whose queues are full are asked again
 _LAST_SECONDS = 1.0  # for the last bytes of a stream whose end has come
 _CONTINUED = ("/v1/chat/completions", "/v1/completions")  # whose events have ids
 _OF_A_CONNECTION = frozenset(
@@ -76,6 +77,7 @@ class Relay:
         self._is_stream = False
         self._takes_tokens = True
         self._num_deaths = self._num_refused = 0
+        self._full_since = 0.0  # when the first replica had no room
         self._avoided: set[FrontReplica] = set()
 
     async def run(self) -> None:
@@ -184,6 +186,8 @@ class Relay:
             if connection.status == 503 and not is_stream and await self._is_refused(replica, connection):
                 return False
             if self._has_started:
+                if connection.status == 429:
+                    return await self._wait_for_room(replica, connection)
                 if connection.status != 200:
                     return self._take_refusal(replica, await _whole(connection))
                 if self._sent is not None:
@@ -215,6 +219,19 @@ class Relay:
         self._avoided.add(replica)
         self._replicas.lost(replica, "it takes no requests (status 503)")
         return True
+
+    async def _wait_for_room(self, replica: FrontReplica, connection: ReplicaConnection) -> bool:
+        """A replica that has no room for a begun stream: others may have, or this one later. Raises APIError."""
+        await _whole(connection)
+        loop = asyncio.get_running_loop()
+        self._full_since = self._full_since or loop.time()
+        if loop.time() - self._full_since > self._options.wait_timeout:
+            raise APIError(503, f"the replica was lost, and no other one had room in {self._options.wait_timeout:g} s")
+        self._avoided.add(replica)
+        if self._avoided.issuperset(self._replicas.ready):
+            self._avoided.clear()
+            await asyncio.sleep(_ROOM_SECONDS)
+        return False
 
     def _take_refusal(self, replica: FrontReplica, told: bytes) -> bool:
         """A replica does not continue the stream. Raises APIError unless it may without the tokens, or another one may,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ _IMPORT_PATH = "jaxinfer.fleet.ray_serve.app:application"
 _AUTH_MODE = "RAY_AUTH_MODE"
 _POLL_SECONDS = 0.5
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b: ")
 
 
 class FleetError(RuntimeError):
@@ -25,13 +27,15 @@ class FleetError(RuntimeError):
 
 
 def read_file(path: Path) -> FleetOptions:
-    """The options in a YAML file. Raises ValueError, with the file's name, OSError."""
+    """The options in a YAML file; paths that are there from its folder are made absolute, since replicas run in
+    another one. Raises ValueError, with the file's name, OSError."""
     try:
         import yaml
     except ImportError:
         raise ImportError(f"a fleet's file needs yaml: {install_hint('ray')}", name="yaml") from None
     try:
-        return FleetOptions.read(yaml.safe_load(path.read_text(encoding="utf-8")))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return FleetOptions.read(_from_folder(values, path.resolve().parent))
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -71,23 +75,24 @@ def serve_fleet(
         from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(f"a fleet needs {error.name}: {install_hint('ray')}", name=error.name) from None
-    with _signals() as stopping:
-        context = ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({} if address else {"include_dashboard": True, "dashboard_host": "127.0.0.1"}),
-        )
-        try:
+    context = ray.init(
+        address=address or "local",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **({} if address else {"include_dashboard": True, "dashboard_host": "127.0.0.1"}),
+    )
+    try:
+        with _signals() as stopping:  # after Ray has set its own handlers
             client = ServeSubmissionClient(f"http://{context.dashboard_url}")
             apply(client, options, on_progress, stopping)
-            on_progress(f"ready: {options.num_replicas} replicas at http://{options.host}:{options.port}")
+            if not stopping.is_set():
+                on_progress(f"ready: {options.num_replicas} replicas at http://{options.host}:{options.port}")
             if address is None:
                 stopping.wait()
                 on_progress("draining")
                 serve.shutdown()
-        finally:
-            ray.shutdown()
+    finally:
+        ray.shutdown()
     return 0
 
 
@@ -116,7 +121,7 @@ def apply(
             if about.get("status") == "RUNNING" and states == ["RUNNING"] * options.num_replicas:
                 return
             if about.get("status") in _FAILED:
-                raise FleetError(f"Ray Serve: {_last_line(replicas.get('message') or about.get('message'))}")
+                raise FleetError(f"Ray Serve: {_reason(replicas.get('message') or about.get('message'))}")
         now = f"{states.count('RUNNING')} of {options.num_replicas} replicas run"
         if now != told:
             on_progress(now)
@@ -161,5 +166,23 @@ def _signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _last_line(text: str | None) -> str:
-    return next(iter(reversed((text or "").strip().splitlines())), "it says no reason").strip()
+def _from_folder(values: Any, folder: Path) -> Any:
+    """The values of a file with absolute paths, where there is something from its folder on."""
+    if not isinstance(values, dict):
+        return values
+
+    def absolute(value: Any) -> Any:
+        return str(folder / value) if isinstance(value, str) and (folder / value).exists() else value
+
+    values = {**values, **{name: absolute(values[name]) for name in ("model",) if name in values}}
+    for name, keys in (("weights", ("path",)), ("server", ("api_keys",)), ("adapters", None)):
+        if isinstance(group := values.get(name), dict):
+            chosen = group if keys is None else [key for key in keys if key in group]
+            values[name] = {**group, **{key: absolute(group[key]) for key in chosen}}
+    return values
+
+
+def _reason(text: str | None) -> str:
+    """The error in a message of Ray, which has a traceback."""
+    lines = [line.strip() for line in (text or "").strip().splitlines()] or ["it says no reason"]
+    return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])

@@ -52,7 +52,7 @@ class FleetReplicas:
 
     @property
     def ready(self) -> Sequence[str]:
-        """Names of those that get requests."""
+        """Names of those that get requests, each equal to its `LeasedReplica`."""
         return running_replicas()
 
     async def choose(
@@ -109,7 +109,7 @@ class ReplicaAddress:
 
 
 class LeasedReplica:
-    """A replica for one request. Equal ones are one replica.
+    """A replica for one request. Equal ones are one replica, and equal to its name.
 
     Args:
       stream: the call that Ray counts as this request; it fails if the replica dies.
@@ -121,7 +121,7 @@ class LeasedReplica:
         self._watching = asyncio.create_task(self._watch())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LeasedReplica) and self.server.name == other.server.name
+        return self.server.name == (other.server.name if isinstance(other, LeasedReplica) else other)
 
     def __hash__(self) -> int:
         return hash(self.server.name)

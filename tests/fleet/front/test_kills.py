@@ -20,6 +20,7 @@ from tests.server.test_tools import TOOLS, gathered
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SERVER = """
+import json
 import sys
 from jaxinfer import AsyncEngine, compilation_cache
 from jaxinfer.server.options import ServerOptions
@@ -31,9 +32,10 @@ compilation_cache.enable()
 
 def open_engine():
     adapters = {"first": make_adapter(1)}
-    return AsyncEngine(tiny_model(), tool_parser="hermes", adapters=adapters, max_adapter_rank=8, **OPTIONS)
+    own = {**OPTIONS, **json.loads(sys.argv[1])}
+    return AsyncEngine(tiny_model(), tool_parser="hermes", adapters=adapters, max_adapter_rank=8, **own)
 
-options = ServerOptions(port=int(sys.argv[1]), drain_timeout=0, accept_sent_tokens=True)
+options = ServerOptions(port=int(sys.argv[2]), drain_timeout=0, accept_sent_tokens=True)
 sys.exit(run_server(options, "tiny", open_engine, on_listening=lambda url: print(url, flush=True)))
 """
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
@@ -49,9 +51,6 @@ KINDS = (
     (CHAT, {**ASK, **USAGE, "max_tokens": 80, "tools": TOOLS, "tool_choice": "required"}),
     (COMPLETIONS, {**BODY, "stream": False}),
 )
-
-
-TINY_SERVER = ("-c", SERVER)
 
 
 class Process:
@@ -87,8 +86,9 @@ class Process:
             await asyncio.sleep(0.1)
 
 
-def tiny_server():
-    return Process(*TINY_SERVER, port_flag="", XLA_FLAGS="--xla_backend_optimization_level=0")
+def tiny_server(**options):
+    flags = "--xla_backend_optimization_level=0"
+    return Process("-c", SERVER, json.dumps(options), port_flag="", XLA_FLAGS=flags)
 
 
 class Answer:
@@ -260,10 +260,14 @@ def told(answers, metrics, num_kills):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_streams_of_all_kinds_outlive_many_kills():
     num_kills = int(os.environ.get("JAXINFER_KILLS", "20"))
-    answers, metrics = run_kills(tiny_server, KINDS, 3, num_kills, 12)
+
+    def make_server():
+        return tiny_server(max_seqs=8, num_pages=200)  # two take the streams of three
+
+    answers, metrics = run_kills(make_server, KINDS, 3, num_kills, 12)
     told(answers, metrics, num_kills)
     assert len(answers) > 5 * num_kills
     assert not any(answer.num_breaks for answer in answers)
@@ -272,7 +276,7 @@ def test_streams_of_all_kinds_outlive_many_kills():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_clients_outlive_fronts_that_are_killed():
     """Two fronts before two servers; clients go on at the other one, by the id of the last event."""
     servers, num_kills = [tiny_server() for _ in range(2)], 20

@@ -183,6 +183,32 @@ def test_a_replica_with_newer_weights_is_passed_over():
     assert num_asked == 1
 
 
+def test_a_begun_stream_waits_for_room():
+    """Whatever replica has some first; the one that was lost may be back by then."""
+
+    def replica(*answers):
+        left = list(answers)
+
+        async def script(head, body):
+            if not left:
+                yield whole(429, "{}")
+                return
+            async for part in left.pop(0)(head, body):
+                yield part
+
+        return script
+
+    async def full(head, body):
+        yield whole(429, "{}")
+
+    first, second = replica(stream(event(1), None)), replica(full, full, stream(event(2), DONE))
+    (status, _, body), _, requests, _ = run(first, second)
+    assert (status, body.decode(), len(requests)) == (200, shown(1, 2) + DONE, 3)
+    (status, _, body), _, _, metrics = run(replica(stream(event(1), None)), full, options={"wait_timeout": 0.7})
+    assert (status, b"no other one had room in 0.7 s" in body) == (200, True)
+    assert "given_up_total 1\n" in metrics
+
+
 def test_a_request_that_ends_two_replicas_is_not_tried_again():
     async def dies(head, body):
         yield None

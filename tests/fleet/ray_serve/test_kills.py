@@ -8,7 +8,7 @@ import uvloop
 from tests.fleet.front.test_kills import KINDS, expected_answers, told, watched
 
 pytest.importorskip("ray.serve")
-from tests.fleet.ray_serve.fleets import KilledReplica, tiny_fleet
+from tests.fleet.ray_serve.fleets import LLM_OPTIONS, KilledReplica, tiny_fleet
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 NUM_KILLS = int(os.environ.get("JAXINFER_RAY_KILLS", "10"))
@@ -16,7 +16,9 @@ NUM_STREAMS = 12
 
 
 def test_streams_of_all_kinds_outlive_kills_of_replicas(tmp_path):
-    fleet = tiny_fleet(tmp_path)
+    options = {**LLM_OPTIONS, "max_seqs": 8, "num_pages": 200}  # two take the streams of three
+    server = {"served_model_name": "tiny", "lazy": True}  # programs are in the cache of the first start
+    fleet = tiny_fleet(tmp_path, options=options, server=server)
 
     async def everything():
         await fleet.until_ready()

@@ -25,16 +25,17 @@ placement: {num_cpus: 2, bundles: [{CPU: 2}]}
 def options(tmp_path):
     pytest.importorskip("yaml")
     (tmp_path / "fleet.yaml").write_text(FILE)
+    (tmp_path / "step-100").mkdir()
     return deploy.read_file(tmp_path / "fleet.yaml")
 
 
-def test_a_file_becomes_a_configuration(options):
+def test_a_file_becomes_a_configuration(options, tmp_path):
     config = deploy.serve_config(options, [{"name": "another"}])
     assert json.loads(json.dumps(config)) == config
     other, own = config["applications"]
     assert other == {"name": "another"}
     assert config["http_options"] == {"host": "127.0.0.1", "port": 8000}
-    weights = {"path": "./step-100", "version": "step-100"}
+    weights = {"path": str(tmp_path / "step-100"), "version": "step-100"}  # it is there; ./first is not
     told = {"weights": weights, "adapters": {"first": "./first"}}
     assert own["deployments"] == [{"name": "Replica", "num_replicas": 3, "user_config": told}]
     # What is changed while it runs is not in what starts replicas again.
@@ -103,7 +104,7 @@ def test_a_change_is_over_when_all_replicas_have_it(options, monkeypatch):
     deploy.apply(ray, options, told.append)
     assert told == ["3 of 3 replicas run", "2 of 3 replicas run"]
     assert [app["name"] for app in ray.given[0]["applications"]] == ["another", "jaxinfer"]
-    failed = running(options, status="DEPLOY_FAILED", message="Traceback\nValueError: 4 pages are too few")
+    failed = running(options, status="DEPLOY_FAILED", message="Traceback\nValueError: 4 pages are too few\n   ^^^")
     with pytest.raises(deploy.FleetError, match="4 pages are too few"):
         deploy.apply(RaySays({}, failed), options, told.append)
     with pytest.raises(deploy.FleetError, match=r"127\.0\.0\.1:9000, not at http://127\.0\.0\.1:8000"):

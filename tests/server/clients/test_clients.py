@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -161,15 +162,15 @@ def count_answers(server):
     return {(route, int(code)): int(float(count)) for code, route, count in re.findall(pattern, text, re.MULTILINE)}
 
 
-@pytest.mark.timeout(7200)
-def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
-    """Right and wrong requests, as many as 10,000: no answer of 5xx, none that /openapi.json does not describe."""
-    with urllib.request.urlopen(f"{server}/openapi.json") as answer:
+def schemathesis(url, num_examples, folder):
+    """Calls of all routes that /openapi.json describes, by route in processes of their own: of operations that threads
+    begin at once, schemathesis leaves some out. Returns the routes with bodies and the processes."""
+    with urllib.request.urlopen(f"{url}/openapi.json") as answer:
         paths = json.load(answer)["paths"]
     posts = [path for path, methods in paths.items() if "post" in methods]
     command = [
-        *(ENVIRONMENTS["clients"].with_name("st"), "run", f"{server}/openapi.json", "--seed", "1", "--workers", "1"),
-        *("--phases", "coverage,fuzzing", "--max-examples", str(NUM_EXAMPLES), "--no-shrink", "--no-color"),
+        *(ENVIRONMENTS["clients"].with_name("st"), "run", f"{url}/openapi.json", "--seed", "1", "--workers", "1"),
+        *("--phases", "coverage,fuzzing", "--max-examples", str(num_examples), "--no-shrink", "--no-color"),
         # A description cannot say all that makes a request wrong: the context's length, the vocabulary, a template.
         *("--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--request-timeout", "300"),
         *("--generation-database", "none", "--warnings", "off"),
@@ -177,23 +178,28 @@ def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
 
     def call(number, selection):
         environment = {**os.environ, "PYTHONPATH": str(HERE), "SCHEMATHESIS_HOOKS": "schemathesis_hooks"}
-        folder = tmp_path / str(number)
-        folder.mkdir()
+        own = folder / str(number)
+        own.mkdir()
         return subprocess.run(
-            [*command, *selection], capture_output=True, text=True, cwd=folder, env=environment, timeout=7000
+            [*command, *selection], capture_output=True, text=True, cwd=own, env=environment, timeout=7000
         )
 
-    # Each in a process of its own: of operations that threads begin at once, schemathesis leaves some out.
     selections = [["--include-method", "GET"], *(["--include-path", path] for path in posts)]
-    before = count_answers(server)
     with ThreadPoolExecutor(len(selections)) as pool:
         runs = list(pool.map(call, range(len(selections)), selections))
-    after = count_answers(server)
-    answered = {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
-    num_calls = sum(int(re.search(r"(\d+) generated", one.stdout)[1]) for one in runs)
-    print(f"{num_calls} calls; answers by route and status: {answered}")
     for one in runs:
         assert one.returncode == 0, one.stdout[-6000:] + one.stderr[-2000:]
+    return posts, sum(int(re.search(r"(\d+) generated", one.stdout)[1]) for one in runs)
+
+
+@pytest.mark.timeout(7200)
+def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
+    """Right and wrong requests, as many as 10,000: no answer of 5xx, none that /openapi.json does not describe."""
+    before = count_answers(server)
+    posts, num_calls = schemathesis(server, NUM_EXAMPLES, tmp_path)
+    after = count_answers(server)
+    answered = {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
+    print(f"{num_calls} calls; answers by route and status: {answered}")
     assert num_calls >= NUM_CALLS
     assert sum(answered.values()) >= num_calls
     assert [key for key in answered if key[1] >= 500] == []
@@ -202,3 +208,21 @@ def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
         # Others need the name of a model, which random texts are not, or one that embeds.
         assert path not in GENERATING or answered[path, 200] >= 100, path
         assert sum(count for (route, code), count in answered.items() if route == path and code >= 400) >= 100, path
+
+
+@pytest.mark.timeout(7200)
+def test_calls_of_schemathesis_through_a_front(server, tmp_path):
+    command = [sys.executable, "-m", "jaxinfer.cli", "front", "--replica", server, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        try:
+            url = next(found[0] for line in front.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
+            while "jaxinfer_front_ready_replicas 1" not in urllib.request.urlopen(f"{url}/metrics").read().decode():
+                time.sleep(0.1)
+            before = count_answers(server)
+            posts, num_calls = schemathesis(url, 60, tmp_path)
+            after = count_answers(server)
+        finally:
+            front.terminate()
+    print(f"{num_calls} calls of {len(posts)} routes through a front")
+    assert num_calls >= 1000
+    assert [key for key in after if key[1] >= 500 and after[key] > before.get(key, 0)] == []
