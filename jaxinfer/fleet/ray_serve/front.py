@@ -25,7 +25,7 @@ from jaxinfer.fleet.front.connection import ConnectionPool, Headers
 from jaxinfer.fleet.front.options import address_of
 from jaxinfer.fleet.ray_serve.choice import running_replicas
 from jaxinfer.fleet.ray_serve.options import FleetOptions
-from jaxinfer.fleet.ray_serve.replica import FRONT_KEY
+from jaxinfer.fleet.ray_serve.replica import FRONT_KEY, log_to_stderr
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.options import LOOPBACK, ServerOptions
 from jaxinfer.server.run import listen, uvicorn_for
@@ -65,15 +65,13 @@ class FleetReplicas:
                 while True:
                     stream = self._hold.remote(list(keys), names)
                     try:
-                        told = await anext(aiter(stream))
+                        return LeasedReplica(self._server(await anext(aiter(stream))), stream)
                     except (RayError, RayServeException, StopAsyncIteration) as error:  # it died before it was reached
                         _LOG.info("a replica was not reached: %s", _first_line(error))
                         await asyncio.sleep(_AGAIN_SECONDS)
                     except BaseException:
                         stream.cancel()
                         raise
-                    else:
-                        return LeasedReplica(self._server(told), stream)
         return None
 
     def lost(self, replica: "LeasedReplica", why: str) -> None:
@@ -148,7 +146,7 @@ class FleetFront:
     """The deployment of the front. Args are a handle of the replicas and `FleetOptions.fixed`."""
 
     def __init__(self, replicas: DeploymentHandle, options: Mapping[str, Any], num_replicas: int):
-        logging.getLogger("jaxinfer").setLevel(logging.INFO)
+        log_to_stderr()
         read = FleetOptions.read({**options, "num_replicas": num_replicas})
         hold = replicas.options(method_name="hold", stream=True)
         known = FleetReplicas(hold, read, ray.get_runtime_context().get_node_id())
@@ -179,6 +177,8 @@ class FleetFront:
 
     async def __del__(self) -> None:
         """Ray waits for its own requests; those that came directly have as long."""
+        if not hasattr(self, "_app"):
+            return
         self._app.is_draining = True
         deadline = time.monotonic() + self._options.drain_timeout
         while self._app.num_running and time.monotonic() < deadline:

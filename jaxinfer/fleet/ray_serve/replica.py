@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import logging
 import secrets
+import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -174,6 +175,12 @@ class ReplicaServer:
                 _LOG.info("adapter %s of %s", name, path)
 
 
+def log_to_stderr() -> None:
+    """Writes jaxinfer's log where Ray keeps what its processes print."""
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jaxinfer").setLevel(logging.INFO)
+
+
 class FleetReplica:
     """The deployment of replicas. Args are `FleetOptions.fixed`."""
 
@@ -181,7 +188,7 @@ class FleetReplica:
         import ray  # pyright: ignore[reportMissingImports]
         from ray import serve  # pyright: ignore[reportMissingImports]
 
-        logging.getLogger("jaxinfer").setLevel(logging.INFO)
+        log_to_stderr()
         read = FleetOptions.read(options)
         address = "127.0.0.1" if read.replica_host == "loopback" else ray.util.get_node_ip_address()
         name = serve.get_replica_context().replica_id.unique_id
