@@ -150,7 +150,7 @@ def _check_authentication(address: str | None) -> None:
 @contextmanager
 def _signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and SIGINT set; the second signal ends the program as ever."""
-    stopping, former = threading.Event(), {}
+    stopping, former, wakeup = threading.Event(), {}, -1
 
     def stop(number: int, frame: Any) -> None:
         stopping.set()
@@ -159,11 +159,14 @@ def _signals() -> Iterator[threading.Event]:
 
     if threading.current_thread() is threading.main_thread():
         former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        wakeup = signal.set_wakeup_fd(-1)  # by which the command line ends a program that takes longer
     try:
         yield stopping
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+        if former:
+            signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
 
 def _from_folder(values: Any, folder: Path) -> Any:
