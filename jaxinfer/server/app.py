@@ -22,7 +22,7 @@ from jaxinfer.server.hidden_states import HIDDEN_STATES_ROUTES
 from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.message_types import Message, MessageEvent, TokenCount
 from jaxinfer.server.messages import count_tokens, messages
-from jaxinfer.server.middleware import OPEN_PATHS, Guard
+from jaxinfer.server.middleware import Guard, open_paths
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.openapi import Endpoint, RouteEntry, openapi
 from jaxinfer.server.page import chat_page
@@ -52,7 +52,7 @@ def make_app(
         entries = [entry for entry in entries if entry.path not in paths]
         entries += WEIGHT_ROUTES if for_admins else ()
     is_strict = not service.options.ignore_unknown_fields
-    described = openapi(entries, OPEN_PATHS, keys is not None, is_strict=is_strict)
+    described = openapi(entries, open_paths(service.options), keys is not None, is_strict=is_strict)
 
     async def schema(request: Request, service: Service) -> Response:
         """This description."""

@@ -10,17 +10,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer.server.auth import Keys, key_in
 from jaxinfer.server.errors import APIError, as_api_error, invalid_key
 from jaxinfer.server.http import ClientLeftError
+from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.resume import new_answer_id
 from jaxinfer.server.service import Service
 
 # For probes, which have no key, and for the page, which asks its reader for one.
 OPEN_PATHS = ("/health", "/ready", "/")
+_METRICS = "/metrics"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _CORS_SECONDS = b"600"
 _TRACE = (b"traceparent", b"tracestate")
 
 Headers = Sequence[tuple[bytes, bytes]]
+
+
+def open_paths(options: ServerOptions) -> tuple[str, ...]:
+    """Paths that need no key."""
+    return (*OPEN_PATHS, _METRICS) if options.open_metrics else OPEN_PATHS
 
 
 class Guard:
@@ -33,6 +40,7 @@ class Guard:
         self._routes = frozenset(routes)
         options = service.options
         self._hosts, self._max_header_bytes = options.hosts, options.max_header_bytes
+        self._open_paths = open_paths(options)
         self._origins = frozenset(origin.encode() for origin in options.allowed_origins or ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,6 +95,8 @@ class Guard:
         if scope["path"] in OPEN_PATHS:
             return "", False
         key = key_in(headers)
+        if key is None and scope["path"] in self._open_paths:
+            return "", False
         if self._admin_keys is not None and key is not None and (name := self._admin_keys.name_of(key)) is not None:
             return name, True
         if self._keys is None:

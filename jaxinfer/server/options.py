@@ -97,6 +97,11 @@ class ServerOptions:
         "For a front (jaxinfer front) before several servers: streams tell it their token ids, and a request may hand "
         "over those that were sent, after which its answer goes on without making them again.",
     )
+    open_metrics: bool = _access(
+        False,
+        "/metrics needs no key, for readers that send none, such as the endpoint picker of a Kubernetes gateway. It "
+        "has counts, names of models, and of adapters that any key may name; nothing of requests.",
+    )
     max_queued: int = _load(256, "Answers that may wait; a request beyond them is refused with status 429.", "N", min=1)
     max_queued_tokens: int = _load(
         1_000_000, "Prompt tokens that may wait, as estimated from the size of the text; beyond them 429.", "N", min=1

@@ -17,7 +17,7 @@ AREAS = {
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
     *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
     *("models", "parallel", "planning", "policies", "quantization", "replays", "sampling", "schemas", "server"),
-    "speculative",
+    *("manifests", "speculative"),
     *("store", "text", "tool-calls", "training", "training_heads", "trees", "vocabularies"),
 }
 
@@ -43,7 +43,7 @@ def test_there_are_many_faults_in_every_area():
 
 def test_names_are_unique_and_faults_are_of_the_product():
     assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
-    packages = ("jaxinfer", "pallas_kernels", "cpu_kernels", "checkpoints_convert", "benchmarks")
+    packages = ("jaxinfer", "pallas_kernels", "cpu_kernels", "checkpoints_convert", "benchmarks", "deploy")
     for fault in FAULTS:
         assert fault.file.split("/")[0] in packages, fault.name
         assert fault.tests, fault.name

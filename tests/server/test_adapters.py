@@ -6,10 +6,13 @@ import json
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import requests
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file, save_file
 
 from jaxinfer import AsyncEngine, SamplingParams
@@ -653,6 +656,25 @@ def test_a_template_in_a_folder_is_not_rendered(engine, make, root):
 def label(text, name):
     (line,) = [line for line in text.decode().splitlines() if line.startswith("jaxinfer_lora_requests_info{")]
     return line.partition(f'{name}="')[2].partition('"')[0], float(line.rpartition(" ")[2])
+
+
+def test_an_endpoint_picker_finds_its_metrics_without_a_key(make):
+    picker = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "chart" / "picker.yaml").read_text())
+    (parameters,) = [one["parameters"] for one in picker["plugins"] if one["type"] == "core-metrics-extractor"]
+    (specs,) = parameters["engineConfigs"]
+
+    async def check():
+        client = Client(make(open_metrics=True))
+        text = (await client.get("/metrics")).body.decode()
+        samples = {one.name: one.labels for family in text_string_to_metric_families(text) for one in family.samples}
+        names = {name for key, name in specs.items() if key != "name"}
+        assert len(names) == 5
+        assert names <= samples.keys()
+        assert {"block_size", "num_gpu_blocks"} <= samples[specs["cacheInfoSpec"]].keys()
+        loras = {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+        assert loras <= samples[specs["loraSpec"]].keys()
+
+    run(check())
 
 
 def test_metrics_name_adapters_that_run_and_wait(engine, make):

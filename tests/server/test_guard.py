@@ -51,6 +51,21 @@ def test_every_route_but_the_probes_needs_a_key(guarded):
     run(ask())
 
 
+def test_open_metrics_open_that_path_alone(make_service):
+    async def ask():
+        client = Client(make_app(make_service(api_keys="keys", open_metrics=True), Keys(KEYS)))
+        assert (await client.get("/metrics")).status == 200
+        assert (await client.get("/metrics", x_api_key="first-secret-key")).status == 200
+        assert (await client.get("/metrics", x_api_key="no-such-key")).status == 401
+        for path in {*PATHS, "/metrics/", "/openapi.json"} - {"/metrics"}:
+            assert (await client.get(path)).status == 401, path
+        described = (await client.get("/openapi.json", x_api_key="first-secret-key")).json
+        assert "security" not in described["paths"]["/metrics"]["get"]
+        assert described["paths"]["/v1/models"]["get"]["security"]
+
+    run(ask())
+
+
 def test_the_chat_page_needs_no_key_but_its_requests_do(make_service):
     async def ask():
         for options, keys in (({}, None), ({"api_keys": "keys"}, Keys(KEYS))):
