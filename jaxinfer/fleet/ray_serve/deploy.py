@@ -90,6 +90,7 @@ def serve_fleet(
             if address is None:
                 stopping.wait()
                 on_progress("draining")
+                serve.delete(_NAME)  # its answers end; a shutdown alone ends Ray's proxy under them
                 serve.shutdown()
     finally:
         ray.shutdown()
