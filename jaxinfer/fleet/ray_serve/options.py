@@ -107,7 +107,7 @@ class FleetOptions:
     port: int = _fleet(8000, "Port of Ray's proxy.", "N", min=1, max=65535)
     direct_port: int | None = _fleet(
         None,
-        "Port at which the front listens by itself as well: a chunk costs a tenth of what it costs through Ray's "
+        "Port at which the front listens by itself as well: a chunk costs an eighth of what it costs through Ray's "
         "proxy. On the machine of the front alone.",
         "N",
         min=1,
