@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 COMPILERS := $(VENV)/compilers
 # Packages of other people's clients, whose dependencies are not ours; litellm's are not those of the others.
-CLIENTS := .venv-clients .venv-litellm
+CLIENTS := .venv-clients .venv-litellm .venv-routers
 WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
 PYTEST := $(BIN)/python -m pytest
 # Test modules are compiled once for all processes and runs.
@@ -108,7 +108,7 @@ test-browser: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Drive the server's ch
 pictures: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Take the picture of the chat page again
 	$(BIN)/python -m tests.server.page.take_pictures
 
-test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by openai, anthropic, ollama, langchain-openai, litellm, lm-eval and schemathesis
+test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by openai, anthropic, ollama, langchain-openai, litellm, lm-eval, schemathesis, and Dynamo's and vLLM's routers
 	$(PYTEST) -q -m clients --slow $(PYTEST_OPTIONS) tests/server/clients
 
 test-tunix: .venv-tunix/stamp  ## Use jaxinfer as the rollout engine of google-tunix 0.1.7, in .venv-tunix (1.6 GB)

@@ -81,6 +81,8 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
                 flag = "--" + field.replace("_", "-")
                 raise UsageError(f"{flag} is for several models: add --model or --allow-any")
         return run_server(options, name, open_engine, model=model, on_listening=say_listening, on_ready=say_ready)
+    if options.kv_events is not None:
+        raise UsageError("--kv-events is for a server of one model: blocks of several would be one index")
     if options.adapter_routes or arguments.get("adapters") or arguments.get("max_adapters"):
         raise UsageError("--adapter, --max-adapters and --adapter-routes are for a server of one model")
     if options.served_model_name is not None:

@@ -522,7 +522,7 @@ class Client(TakesPrompts):
             finished=all(answer.is_finished for answer in answers),
             timings=timings(answers),
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=min(answers[0].num_reused, request.num_prompt),
+            num_cached_tokens=min(answers[0].num_cached or 0, request.num_prompt),
             pooled=pooled_of(answers[0]) if request.pooling is not None and answers[0].is_finished else None,
             origin=request.origin,
         )

@@ -455,6 +455,8 @@ class Engine:
         self._in_flight.clear()
         if self.prefix_store is not None:
             self.prefix_store.close()
+        if (observer := self.scheduler.prefixes.observer) is not None:
+            observer.cleared()
         self.runner.close()
 
 

@@ -9,21 +9,25 @@ memory, from where it is brought back when it is found. Plain Python: no JAX her
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.tiers.host_tier import HostTier
 
 
-class _Node:
+class PrefixNode:
+    """The pages that hold the tokens of `key` after those of the nodes before it, by group, on the device and in host
+    memory; NULL_PAGE where there is none."""
+
     __slots__ = ("children", "hosts", "key", "pages", "parent", "salt")
 
-    def __init__(self, key: bytes, num_groups: int, parent: "_Node | None", salt: str | None = None):
+    def __init__(self, key: bytes, num_groups: int, parent: "PrefixNode | None", salt: str | None = None):
         self.key, self.parent = key, parent
         self.salt = salt  # of a root; None for others, also when they have left the tree
         self.pages = [NULL_PAGE] * num_groups
         self.hosts = [NULL_PAGE] * num_groups
-        self.children: dict[bytes, _Node] = {}
+        self.children: dict[bytes, PrefixNode] = {}
 
     def has(self, group: int) -> bool:
         """True if the page of a group is on the device or in host memory."""
@@ -34,13 +38,25 @@ class _Node:
         return not self.children and not any(self.pages) and not any(self.hosts)
 
 
+class PrefixObserver(Protocol):
+    """An object that is told what a tree does, in the thread that does it."""
+
+    def changed(self, node: PrefixNode) -> None:
+        """A page of the node came or went, on the device or in host memory."""
+        ...
+
+    def cleared(self) -> None:
+        """No node is found any more, whatever its pages; nothing is told of those there were."""
+        ...
+
+
 class PrefixPlace:
     """How far a sequence's pages are in the tree, so that the next ones are inserted without a walk from the root."""
 
     __slots__ = ("count", "node")
 
     def __init__(self) -> None:
-        self.node: _Node | None = None
+        self.node: PrefixNode | None = None
         self.count = 0
 
 
@@ -53,7 +69,7 @@ class PrefixMatch:
     """
 
     tables: list[list[int]]
-    absent: list[tuple[int, int, _Node]] = field(default_factory=list)
+    absent: list[tuple[int, int, PrefixNode]] = field(default_factory=list)
 
     def num_absent(self, group: int) -> int:
         return sum(other == group for other, _, _ in self.absent)
@@ -69,6 +85,9 @@ class PrefixTree:
     Args:
       pools: of the groups. groups: what each needs for a sequence to go on. page_size: tokens of a page.
       tier: the host pages of the groups; None for none.
+
+    Attributes:
+      observer: told of each change; None for none.
     """
 
     def __init__(
@@ -79,9 +98,24 @@ class PrefixTree:
         self._pools, self._groups, self._page_size = tuple(pools), tuple(groups), page_size
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
-        self._roots: dict[str, _Node] = {}
-        self._hidden: set[_Node] = set()  # roots of pages that nothing finds
+        self._roots: dict[str, PrefixNode] = {}
+        self._hidden: set[PrefixNode] = set()  # roots of pages that nothing finds
         self.num_pages = 0  # of all groups
+        self.observer: PrefixObserver | None = None
+
+    @property
+    def full_groups(self) -> Sequence[int]:
+        """The groups without a window."""
+        return self._full
+
+    def nodes(self) -> list[PrefixNode]:
+        """The nodes that are found, each after those before it."""
+        nodes, rest = [], list(reversed(self._roots.values()))
+        while rest:
+            node = rest.pop()
+            nodes += [node] if node.parent is not None else []
+            rest += reversed(node.children.values())
+        return nodes
 
     def match(self, keys: Sequence[bytes], salt: str = "") -> PrefixMatch:
         """The pages of the longest beginning of `keys` after which a sequence can go on; the caller becomes one of
@@ -156,7 +190,7 @@ class PrefixTree:
             key = keys[index]
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = _Node(key, len(self._pools), node)
+                child = node.children[key] = PrefixNode(key, len(self._pools), node)
             for group, table in enumerate(tables):
                 if table[index] not in (NULL_PAGE, child.pages[group]):
                     is_changed |= self._add_page(child, group, table, index)
@@ -173,7 +207,7 @@ class PrefixTree:
         self._renew_hosts(path)
         hosts = []
         for key in keys[start:]:
-            child = _Node(key, len(self._pools), node)
+            child = PrefixNode(key, len(self._pools), node)
             host = self._tier.place(0, partial(self._forget_host, child, 0))
             is_gone = node.parent is None and start + len(hosts) > 0
             if host == NULL_PAGE or is_gone:
@@ -183,6 +217,8 @@ class PrefixTree:
             if node.parent is None:
                 self._roots[salt] = node
             child.hosts[0], node.children[key] = host, child
+            if self.observer is not None:
+                self.observer.changed(child)
             hosts.append(host)
             path.append(child)
             node = child
@@ -190,7 +226,7 @@ class PrefixTree:
         self._drop_empty(node)
         return hosts
 
-    def _renew_hosts(self, nodes: Sequence[_Node]) -> None:
+    def _renew_hosts(self, nodes: Sequence[PrefixNode]) -> None:
         for node in reversed(nodes):  # beginnings are given away last
             if node.hosts[0] != NULL_PAGE:
                 self._tier.touch(0, node.hosts[0])
@@ -207,7 +243,7 @@ class PrefixTree:
         path branches, or at page `prompt_end`, where a prompt ends that may come again."""
         if place is None or place.node is None or index < prompt_end <= index + num_pages:
             return True
-        node: _Node | None = place.node
+        node: PrefixNode | None = place.node
         for depth in range(place.count, index, -1):
             if node is None:
                 return True
@@ -229,8 +265,12 @@ class PrefixTree:
 
     def hide(self) -> None:
         """Pages that have owners are not found any more."""
+        for root in self._roots.values():
+            root.salt = None
         self._hidden.update(self._roots.values())
         self._roots = {}
+        if self.observer is not None:
+            self.observer.cleared()
 
     def check(self) -> None:
         """Raises RuntimeError where a page is known twice, or not kept, or could be given away before one after it."""
@@ -249,7 +289,7 @@ class PrefixTree:
             raise RuntimeError(f"{len(seen)} pages are known, {self.num_pages} were counted")
         self._tier.check(hosts)
 
-    def _check_hosts(self, child: _Node, node: _Node, hosts: list[set[int]]) -> None:
+    def _check_hosts(self, child: PrefixNode, node: PrefixNode, hosts: list[set[int]]) -> None:
         for group, host in enumerate(child.hosts):
             if host == NULL_PAGE:
                 continue
@@ -259,7 +299,7 @@ class PrefixTree:
             if group in self._full and node.parent is not None and not node.has(group):
                 raise RuntimeError(f"host page {host} is known, but not what is before it")
 
-    def _check_node(self, child: _Node, node: _Node, key: bytes, seen: set[tuple[int, int]]) -> None:
+    def _check_node(self, child: PrefixNode, node: PrefixNode, key: bytes, seen: set[tuple[int, int]]) -> None:
         if child.is_empty:
             raise RuntimeError("a node without pages and children is remembered")
         for group, page in enumerate(child.pages):
@@ -276,13 +316,13 @@ class PrefixTree:
             if node.pages[group] == NULL_PAGE or pool.num_owners(page) > pool.num_owners(node.pages[group]):
                 raise RuntimeError(f"page {page} has more owners than page {node.pages[group]} before it")
 
-    def _root(self, salt: str) -> _Node:
+    def _root(self, salt: str) -> PrefixNode:
         node = self._roots.get(salt)
         if node is None:
-            node = self._roots[salt] = _Node(b"", len(self._pools), None, salt)
+            node = self._roots[salt] = PrefixNode(b"", len(self._pools), None, salt)
         return node
 
-    def _walk(self, keys: Sequence[bytes], salt: str) -> list[_Node]:
+    def _walk(self, keys: Sequence[bytes], salt: str) -> list[PrefixNode]:
         """The nodes of the longest beginning of which each group has what it needs."""
         node, nodes = self._roots.get(salt), []
         if node is None:
@@ -304,7 +344,7 @@ class PrefixTree:
                 usable.append(len(nodes))
         return nodes[: next(count for count in reversed(usable) if self._has_room(nodes[:count]))]
 
-    def _has_room(self, nodes: list[_Node]) -> bool:
+    def _has_room(self, nodes: list[PrefixNode]) -> bool:
         """True if there are pages for those of windows, or of states, that have to come back from host memory."""
         for group in self._windows if self._has_tier else ():
             first = self._groups[group].first_needed(len(nodes) * self._page_size, self._page_size)
@@ -313,13 +353,15 @@ class PrefixTree:
                 return False
         return True
 
-    def _keep(self, node: _Node, group: int, page: int) -> None:
+    def _keep(self, node: PrefixNode, group: int, page: int) -> None:
         """Makes a page that has an owner the node's."""
         node.pages[group] = page
         self._pools[group].keep(page, partial(self._forget, node, group))
         self.num_pages += 1
+        if self.observer is not None:
+            self.observer.changed(node)
 
-    def _add_page(self, node: _Node, group: int, table: list[int], index: int) -> bool:
+    def _add_page(self, node: PrefixNode, group: int, table: list[int], index: int) -> bool:
         """Makes a sequence's page the node's, or the node's page the sequence's; returns whether it is the latter."""
         pool = self._pools[group]
         if node.pages[group] == NULL_PAGE:
@@ -332,7 +374,7 @@ class PrefixTree:
         table[index] = node.pages[group]
         return True
 
-    def _forget(self, node: _Node, group: int) -> None:
+    def _forget(self, node: PrefixNode, group: int) -> None:
         """A page is given away on the device: it moves to host memory, or what continues it goes too."""
         is_full, page = group in self._full, node.pages[group]
         if node.parent is None or (is_full and any(child.pages[group] for child in node.children.values())):
@@ -344,22 +386,26 @@ class PrefixTree:
             node.hosts[group] = self._tier.move_out(group, page, partial(self._forget_host, node, group))
         node.pages[group] = NULL_PAGE
         self.num_pages -= 1
+        if self.observer is not None:
+            self.observer.changed(node)
         if is_full and node.hosts[group] == NULL_PAGE:
             self._cut(node)
         self._drop_empty(node)
 
-    def _forget_host(self, node: _Node, group: int) -> None:
+    def _forget_host(self, node: PrefixNode, group: int) -> None:
         """A page is given away in host memory."""
         self._drop_host(node, group)
         if group in self._full and node.pages[group] == NULL_PAGE:
             self._cut(node)
         self._drop_empty(node)
 
-    def _drop_host(self, node: _Node, group: int) -> None:
+    def _drop_host(self, node: PrefixNode, group: int) -> None:
         self._tier.drop(group, node.hosts[group])
         node.hosts[group] = NULL_PAGE
+        if self.observer is not None:
+            self.observer.changed(node)
 
-    def _cut(self, node: _Node) -> None:
+    def _cut(self, node: PrefixNode) -> None:
         """Gives up what a node and those after it have, since no sequence goes on there any more."""
         nodes = [node]
         for descendant in nodes:
@@ -372,7 +418,7 @@ class PrefixTree:
                 self._pools[group].drop(descendant.pages[group])
             self._drop_empty(descendant)
 
-    def _drop_empty(self, node: _Node) -> None:
+    def _drop_empty(self, node: PrefixNode) -> None:
         """Removes a node that has neither pages nor children, and those above it to which the same then applies."""
         while node.is_empty:
             parent = node.parent

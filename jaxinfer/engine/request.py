@@ -216,6 +216,18 @@ class Request:
         """Tokens of the prompt."""
         return len(self.token_ids)
 
+    @cached_property
+    def prefix_salt(self) -> str:
+        """Separates its prefixes from others of the same tokens: by its cache salt, adapter and steering."""
+        adapter, salt = self.adapter, self.options.cache_salt
+        if (steering := self.steering) is not None:
+            salt = hashlib.sha256(repr((steering.fingerprint, salt)).encode()).hexdigest()
+        if self.adapter_start:
+            return salt  # its first pages are the model's own
+        if isinstance(adapter, LoadedAdapter):
+            adapter = adapter.fingerprint  # by which reuse survives restarts, whatever the name and the slot
+        return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
+
     @property
     def scores_prompt(self) -> bool:
         """True if log-probabilities of the prompt are wanted."""
@@ -282,7 +294,8 @@ class SequenceState:
       num_prompt: tokens of the prompt.
       num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
         make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
-      num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
+      num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was
+        last admitted; num_cached: when it was first, which others had computed.
       num_listed: leading pages that the device's tables have; the runner raises it, the scheduler lowers it.
       place: how far its pages are in the prefix tree.
       is_retained: whether some of its pages are of weights that were replaced since; no other sequence finds them.
@@ -331,6 +344,7 @@ class SequenceState:
     num_reserved: int = 0
     num_confirmed: int = 0
     num_reused: int = 0
+    num_cached: int | None = None
     num_listed: int = 0
     num_drafted: int = 0
     is_retained: bool = False
@@ -411,15 +425,8 @@ class SequenceState:
 
     @cached_property
     def salt(self) -> str:
-        """Separates its prefixes from others of the same tokens: by the request's salt, adapter and steering."""
-        adapter, salt = self.request.adapter, self.request.options.cache_salt
-        if (steering := self.request.steering) is not None:
-            salt = hashlib.sha256(repr((steering.fingerprint, salt)).encode()).hexdigest()
-        if self.request.adapter_start:
-            return salt  # its first pages are the model's own
-        if isinstance(adapter, LoadedAdapter):
-            adapter = adapter.fingerprint  # by which reuse survives restarts, whatever the name and the slot
-        return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
+        """As `Request.prefix_salt`."""
+        return self.request.prefix_salt
 
     def keys(self, page_size: int, num_tokens: int, num_ahead: int = 0) -> list[bytes]:
         """The bytes of each full page of its first `num_tokens` tokens, each with those of `num_ahead` tokens after

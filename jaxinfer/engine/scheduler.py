@@ -10,7 +10,7 @@ The scheduler runs ahead of the results: what it has planned it counts as stored
 import heapq
 import itertools
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.plans import AdapterMove, Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
+from jaxinfer.engine.prefix_blocks import BlockEvent, PrefixBlocks
 from jaxinfer.engine.prompt_ends import PromptEnds
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.saved_states import SavedStates, num_common
@@ -339,6 +340,23 @@ class Scheduler:
         for sequence in self.running:
             sequence.is_retained = True
 
+    def observe_blocks(self, sink: Callable[[list[BlockEvent]], None]) -> PrefixBlocks:
+        """Tells `sink` of each block that prompts find, those that are cached already included, in place of what was
+        told before.
+
+        Raises ValueError where there are no blocks: without prefix reuse, or without a layer that sees all tokens.
+        """
+        if not self.options.reuses_prefixes:
+            raise ValueError("no prefixes are reused, so that there are no cached blocks to tell of")
+        if not self.prefixes.full_groups:
+            told = ", ".join(group.name for group in self.options.groups)
+            raise ValueError(f"all layers have windows ({told}): a cached page alone is no block that a prompt finds")
+        blocks = PrefixBlocks(self.prefixes.full_groups, sink)
+        for node in self.prefixes.nodes():
+            blocks.changed(node)
+        self.prefixes.observer = blocks
+        return blocks
+
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
         self.pools.check(self.running)
@@ -608,6 +626,8 @@ class Scheduler:
         self._take_adapter(sequence)
         sequence.target = num_tokens
         sequence.num_confirmed = sequence.num_reused = num_known
+        if sequence.num_cached is None:  # later it finds its own pages
+            sequence.num_cached = num_known
         self.counters.reused_tokens += num_known
         if self._has_saved:
             self.saved.plan(sequence, self._num_shared(sequence))

@@ -298,6 +298,18 @@ class Tokens(Answer):
     token_strs: list[str | None] | UnsetType = UNSET
 
 
+class Rendered(Answer):
+    """The token ids of a request that was not run, and how they would be answered."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    cache_salt: str | None
+    priority: int
+
+
 class DetokenizedText(Answer):
     """The text of token ids."""
 

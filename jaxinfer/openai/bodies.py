@@ -153,6 +153,7 @@ class SamplingFields(OpenAIFields, kw_only=True):
         "spaces_between_special_tokens": (True,),
         "detokenize": (True,),
         "return_tokens_as_token_ids": (False,),
+        **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),  # SGLang's, which vllm-router adds
     }
     NESTED: ClassVar[Names] = {"response_format": _FORMAT, "structured_outputs": _STRUCTURED}
 
@@ -194,7 +195,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         "verbosity": ("medium",),
         "echo": (False,),
         "add_special_tokens": (False,),
-        "include_reasoning": (True,),
+        **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
     }
     NESTED: ClassVar[Names] = SamplingFields.NESTED | {"tools": TOOL, "tool_choice": TOOL_CHOICE}
 

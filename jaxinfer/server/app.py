@@ -26,6 +26,7 @@ from jaxinfer.server.middleware import Guard, open_paths
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.openapi import Endpoint, RouteEntry, openapi
 from jaxinfer.server.page import chat_page
+from jaxinfer.server.render import render_chat, render_completions
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
@@ -153,6 +154,8 @@ ROUTES = (
     RouteEntry("POST", "/models/unload", unload_model, types.ModelRequest, answers.Model),
     RouteEntry("POST", "/v1/chat/completions", chat_completions, ChatRequest, ChatCompletion, ChatChunk, (409, 429)),
     RouteEntry("POST", "/v1/completions", completions, CompletionRequest, Completion, CompletionChunk, (409, 429)),
+    RouteEntry("POST", "/v1/chat/completions/render", render_chat, ChatRequest, answers.Rendered),
+    RouteEntry("POST", "/v1/completions/render", render_completions, CompletionRequest, list[answers.Rendered]),
     RouteEntry("POST", "/v1/responses", responses, ResponsesRequest, response_types.Response, ResponseEvent, (429,)),
     RouteEntry("POST", "/v1/messages", messages, types.MessagesRequest, Message, MessageEvent, (429,)),
     RouteEntry("POST", "/v1/messages/count_tokens", count_tokens, types.CountTokensRequest, TokenCount),

@@ -136,6 +136,7 @@ async def run_requests(
             salted = RequestOptions(cache_salt=service.salt(record.key, ""), adapter=model.adapter)
             with client_errors(param):
                 job = await in_thread(record, lambda: make(options=salted))
+            service.name_prefixes(job.requests, record.key, "", model)
             record.num_prompt = job.num_tokens
             await while_connected(request.receive, ticket.turn())
             record.queued_seconds = time.perf_counter() - start

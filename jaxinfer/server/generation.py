@@ -113,6 +113,7 @@ class Generation:
             ]
         except (ValueError, TypeError) as error:
             raise job.refused(error) from error
+        self._service.name_prefixes(requests, self.record.key, job.asked.cache_salt, self.model)
         if (begun := self._begun) is None:
             return requests
         try:

@@ -25,7 +25,10 @@ _many = partial(option, group="Many models")
 _adapters = partial(option, group="Adapters over HTTP")
 _weights = partial(option, group="Weights over HTTP")
 _states = partial(option, group="Hidden states over HTTP")
+_events = partial(option, group="KV events")
 
+_ENDPOINT = re.compile(r"tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
+_MAX_PORT = 65535
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MAX_SECONDS = 2**31
@@ -197,7 +200,31 @@ class ServerOptions:
         0, "Port of these routes at 127.0.0.1; 0 is a free one, which is printed.", "PORT", min=0, max=65535
     )
 
+    kv_events: str | None = _events(
+        None,
+        "Send events of cached blocks over ZMQ, in vLLM's form, for routers that send a request where its prompt is "
+        "cached; such as tcp://127.0.0.1:5557, and the next ports for the other engines of a data axis. Needs the "
+        "extra events, and is for a server of one model.",
+        "ENDPOINT",
+    )
+    kv_events_replay: str | None = _events(
+        None, "Socket at which routers get events again that they missed, such as tcp://127.0.0.1:5558.", "ENDPOINT"
+    )
+    kv_events_format: Literal["maps", "positional"] = _events(
+        "maps", "Form of an event: maps, as vLLM sends them since June 2026, or positional, as before."
+    )
+    kv_events_buffer: int = _events(10_000, "Messages that are kept for the replay socket.", "N", min=1)
+    kv_events_topic: str = _events(
+        "", "Topic of the messages: none as by default of vLLM's, kv@POD_IP:PORT@MODEL for llm-d.", "TOPIC"
+    )
+    kv_events_any_address: bool = _events(
+        False,
+        "Let the sockets of events be at another address than a loopback one. They have no keys and no encryption, and "
+        "events carry the token ids of all prompts: whoever can connect can read these.",
+    )
+
     def __post_init__(self) -> None:
+        self._check_events()
         _ = self.keep_alive_seconds, self.memory_bytes
         if self.adapter_routes and not self.adapter_roots:
             raise ValueError("adapter_routes needs adapter_roots (--adapter-root DIR), where adapters may be read")
@@ -224,6 +251,28 @@ class ServerOptions:
                 f"host={self.host!r} is reachable from other machines, so that anybody could use the model: give "
                 f"api_keys (--api-keys FILE), or listen at 127.0.0.1"
             )
+
+    def _check_events(self) -> None:
+        """Raises ValueError for options of events that contradict each other."""
+        for name in ("kv_events_replay", "kv_events_topic", "kv_events_any_address"):
+            if getattr(self, name) and self.kv_events is None:
+                raise ValueError(f"{name} is for kv_events (--kv-events ENDPOINT), which is not given")
+        if self.kv_events_format not in ("maps", "positional"):
+            raise ValueError(f"kv_events_format={self.kv_events_format!r} is none of maps, positional")
+        port = 0
+        endpoints = {name: value for name in ("kv_events", "kv_events_replay") if (value := getattr(self, name))}
+        for name, endpoint in endpoints.items():
+            try:
+                host, port = kv_endpoint(endpoint)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if host not in LOOPBACK and not self.kv_events_any_address:
+                raise ValueError(
+                    f"{name}={endpoint!r} can be reached from other machines, and events carry the token ids of all "
+                    f"prompts: give kv_events_any_address (--kv-events-any-address), or an address of 127.0.0.1"
+                )
+        if port and len(endpoints) == 2 and len(set(endpoints.values())) == 1:
+            raise ValueError(f"kv_events and kv_events_replay are both {self.kv_events!r}: they need two ports")
 
     @property
     def is_loopback(self) -> bool:
@@ -290,6 +339,15 @@ def parse_bytes(text: str) -> int:
     number, prefix, is_binary = match.groups()
     power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
     return int(float(number) * (1024 if is_binary or not prefix else 1000) ** power)
+
+
+def kv_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host, "*" for all addresses, and port of a text such as "tcp://127.0.0.1:5557"; port 0 is a free one. Raises
+    ValueError."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or int(match[2]) > _MAX_PORT:
+        raise ValueError(f"{endpoint!r:.80} is no endpoint such as tcp://127.0.0.1:5557")
+    return match[1].strip("[]"), int(match[2])
 
 
 def _is_http_url(text: str) -> bool:

@@ -30,6 +30,7 @@ from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.service import Service
 
 if TYPE_CHECKING:
+    from jaxinfer.server.kv_events import KVEvents
     from jaxinfer.server.tracing import RequestTracer
 
 _LOG = logging.getLogger("jaxinfer.server")
@@ -63,9 +64,31 @@ def run_server(
     model = model or name
     names = tuple(dict.fromkeys((options.served_model_name or name, name)))
     paths = paths_of(model, locate(model))
-    source = ModelSource(names, public_name(model), lambda _: open_engine(), given=model, paths=paths)
-    service = Service(options, names[0], OneModel(source))
-    return run_service(service, names[:1], on_listening=on_listening, on_ready=on_ready)
+    events = None if options.kv_events is None else _open_events(options)
+
+    def open_with_events() -> AsyncEngine:
+        engine = open_engine()
+        if events is not None:
+            events.follow(engine.llm.engine.engines)
+        return engine
+
+    try:
+        source = ModelSource(names, public_name(model), lambda _: open_with_events(), given=model, paths=paths)
+        service = Service(options, names[0], OneModel(source))
+        service.prefix_names = None if events is None else events.names
+        return run_service(service, names[:1], on_listening=on_listening, on_ready=on_ready)
+    finally:
+        if events is not None:
+            events.close()
+
+
+def _open_events(options: ServerOptions) -> "KVEvents":
+    """The sockets of events of cached blocks. Raises ImportError without the extra, OSError for an address in use."""
+    try:
+        from jaxinfer.server.kv_events import KVEvents
+    except ImportError as error:
+        raise ImportError(f"kv_events needs {error.name}: {install_hint('events')}", name=error.name) from None
+    return KVEvents(options)
 
 
 def run_service(

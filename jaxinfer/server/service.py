@@ -6,11 +6,12 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
 
+from jaxinfer.engine.request import Request as PreparedRequest
 from jaxinfer.openai.requests import CHARS_PER_TOKEN, check_timeout
 from jaxinfer.server.adapters import ServedAdapters
 from jaxinfer.server.errors import refused, unavailable
@@ -20,6 +21,9 @@ from jaxinfer.server.models import AdaptedModel, Catalogue, Lease, OneModel, Ser
 from jaxinfer.server.options import ServerOptions, parse_duration
 from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.record import RECORD, Record
+
+if TYPE_CHECKING:
+    from jaxinfer.server.kv_events import PrefixNames
 
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")
@@ -53,6 +57,7 @@ class Service:
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
         self.on_finish: Callable[[Record], None] | None = None  # makes a trace
+        self.prefix_names: PrefixNames | None = None  # what events of cached blocks say; None without events
         self.adapters: ServedAdapters | None = None
         if isinstance(catalogue, OneModel):
             self.default = self.models.add(catalogue.source)
@@ -144,6 +149,14 @@ class Service:
         if not key and not cache_salt:
             return ""
         return hmac.new(self._secret, json.dumps([key, cache_salt]).encode(), hashlib.sha256).hexdigest()
+
+    def name_prefixes(self, requests: Iterable[PreparedRequest], key: str, cache_salt: str, model: ServedModel) -> None:
+        """Tells events of cached blocks, if there are any, whose prefixes those of requests are: as clients and routers
+        know them, who do not know `salt`. A router is a client too; with one key there is nobody else."""
+        if self.prefix_names is not None:
+            tenant = (f"key:{key}",) if len(self.key_names) > 1 else ()
+            adapter = None if model.adapter is None else model.name
+            self.prefix_names.add(requests, (*((cache_salt,) if cache_salt else ()), *tenant), adapter)
 
     # What is logged.
 

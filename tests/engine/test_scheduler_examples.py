@@ -322,6 +322,20 @@ def test_reuse_that_finds_nothing_costs_little():
     assert with_reuse < 0.001
 
 
+def test_pages_of_its_own_are_no_hit_of_a_preempted_sequence():
+    """They are found again, but nobody else had computed them; those of the sequence before it are a hit."""
+    scheduler = Scheduler(options())
+    first = add(scheduler, range(10))
+    plan_and_report(scheduler)
+    second = add(scheduler, range(12))
+    plan_and_report(scheduler)
+    for sequence in (second, first):
+        scheduler.preempt(sequence)
+    plan_and_report(scheduler)
+    assert (first.num_reused, first.num_cached) == (8, 0)
+    assert (second.num_reused, second.num_cached) == (12, 8)
+
+
 def test_a_preempted_sequence_with_a_state_is_planned_anew():
     """From the last state that was saved, with pieces that end at the borders of the tokens it has by then."""
     scheduler = Scheduler(options(has_states=True, num_saved_states=4, save_interval=8))

@@ -38,6 +38,8 @@ WHOLE_ONLY = [
     ("/v1/messages/count_tokens", {"messages": TURNS}),
     ("/tokenize", {"prompt": "a file", "return_token_strs": True}),
     ("/detokenize", {"tokens": [5, 6]}),
+    (CHAT + "/render", {"messages": TURNS, "max_tokens": 3, "stream": True}),
+    (COMPLETIONS + "/render", {"prompt": ["a", [5, 6]], "cache_salt": "mine"}),
 ]
 WRONG = [
     (CHAT, {}, {}, 400),

@@ -68,6 +68,8 @@ VALID = {
     "/v1/embeddings": {"input": "a"},
     **{key: {"text_1": "a", "text_2": "b"} for key in ("/v1/score", "/score")},
     **{key: {"query": "a", "documents": ["b"]} for key in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    CHAT + "/render": {"messages": ASK, "max_tokens": 2},
+    COMPLETIONS + "/render": {"prompt": "a", "max_tokens": 2},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }

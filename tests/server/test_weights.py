@@ -7,6 +7,7 @@ import pytest
 
 from checkpoints_convert import save_huggingface
 from jaxinfer import AsyncEngine
+from jaxinfer.engine.prefix_blocks import BlockCame, BlocksCleared, BlockWent
 from jaxinfer.models import init_params
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
@@ -102,6 +103,24 @@ def test_an_update_changes_answers_and_names(clients):
         assert (await admin.get("/weight_info")).json["weight_version"] == "v1"
 
     asyncio.run(check())
+
+
+def test_an_update_clears_the_blocks_that_are_told_of(clients, engine):
+    root, events = clients[0], []
+    engine.llm.engine.scheduler.observe_blocks(events.extend)
+
+    async def run():
+        await ask(root)
+        assert [type(event) for event in events] == [BlockCame]
+        await update(root, 2)
+        assert [type(event) for event in events] == [BlockCame, BlockWent, BlocksCleared]
+        await ask(root)
+        assert [type(event) for event in events[3:]] == [BlockCame]
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.llm.engine.scheduler.prefixes.observer = None
 
 
 def test_a_client_that_dies_leaves_a_model_that_waits(clients):

@@ -18,6 +18,7 @@ from jaxinfer.server.resume import SENT_TOKENS
 _BODY_SECONDS = 60.0
 _POSTED = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/chat/completions/render", "/v1/completions/render"),
     *("/tokenize", "/detokenize", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/show"),
 )

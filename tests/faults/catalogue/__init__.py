@@ -14,6 +14,7 @@ from tests.faults.catalogue import (
     histories,
     kept,
     kernels,
+    kv_events,
     languages,
     launches,
     manifests,
@@ -65,6 +66,7 @@ FAULTS: tuple[Fault, ...] = (
     *trees.FAULTS,
     *vocabularies.FAULTS,
     *kept.FAULTS,
+    *kv_events.FAULTS,
     *on_chip.FAULTS,
     *own_code.FAULTS,
 )

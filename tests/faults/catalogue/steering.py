@@ -10,8 +10,8 @@ FAULTS = (
     Fault(
         "engine/steering-has-no-salt",
         "jaxinfer/engine/request.py",
-        "(steering := self.request.steering) is not None",
-        "(steering := self.request.steering) is not None and False",
+        "(steering := self.steering) is not None",
+        "(steering := self.steering) is not None and False",
         (STEERED + "test_pages_are_of_equal_vectors",),
         "a request reads keys and values that were made with the vectors of another one",
     ),
