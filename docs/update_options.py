@@ -11,7 +11,8 @@ from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli import options
 from jaxinfer.cli.main import app
 from jaxinfer.fleet.front.options import FrontOptions
-from jaxinfer.fleet.simulate.options import FleetOptions, ServiceGoal
+from jaxinfer.fleet.ray_serve.options import FleetOptions, Placement
+from jaxinfer.fleet.simulate.options import ServiceGoal, SimulationOptions
 from jaxinfer.option_names import NAMES, OtherName
 from jaxinfer.options import Description, describe
 from jaxinfer.sampling.params import SamplingParams
@@ -37,9 +38,14 @@ TABLES = (
     ("Sampling", "Fields of `SamplingParams` and flags of the commands that generate.", SamplingParams),
     ("Server", "Flags of `jaxinfer serve`, fields of `jaxinfer.server.options.ServerOptions`.", ServerOptions),
     ("Front", "Flags of `jaxinfer front`, fields of `jaxinfer.fleet.front.options.FrontOptions`.", FrontOptions),
-    ("Simulated fleet", "Flags of `jaxinfer fleet simulate`, fields of `FleetOptions`.", FleetOptions),
+    ("Simulated fleet", "Flags of `jaxinfer fleet simulate`, fields of `SimulationOptions`.", SimulationOptions),
     ("Goal of a fleet", "Flags of `jaxinfer fleet simulate`, fields of `ServiceGoal`.", ServiceGoal),
     ("Several hosts", "Flags of `jaxinfer generate` and `jaxinfer batch`.", options.HostsOptions),
+)
+
+IN_FILES = (
+    ("Fleet", "Names in the file of `jaxinfer fleet serve`, keywords of `jaxinfer.fleet.build`.", FleetOptions),
+    ("Placement", "Names in `placement` of a fleet.", Placement),
 )
 
 
@@ -52,6 +58,11 @@ def page() -> str:
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         for name, about in describe(cls).items():
             parts.append(_row(name, about, defaults[name]))
+    for title, text, cls in IN_FILES:
+        parts.append(f"\n## {title}\n\n{text}\n\n| name | default | |\n| --- | --- | --- |\n")
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        for name, about in describe(cls).items():
+            parts.append(f"| `{name}` | {_default(defaults[name])} | {about.help} |\n")
     return "".join([*parts, *_other_names()])
 
 

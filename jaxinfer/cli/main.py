@@ -107,7 +107,7 @@ for group, commands in GROUPS.items():
     for name, function in commands.items():
         app.command(name, cls=NamedCommand, rich_help_panel=group)(command(function))
 app.add_typer(bench_app, name="bench", rich_help_panel="This machine")
-app.add_typer(fleet_app, name="fleet", rich_help_panel="Planning")
+app.add_typer(fleet_app, name="fleet", rich_help_panel="Generate")
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -242,6 +242,13 @@ class LogprobLists:
         self._prompt, self._offset = None, len(text)
         self._start_text()
 
+    def pass_over(self, tokens: Sequence[int]) -> None:
+        """Tokens before those that are added: the first one that is added may end a character of theirs."""
+        offset, decode = self._offset, None if self._tokenizer is None else self._tokenizer.decode
+        for token in tokens:
+            self._place(token, "" if decode is None else decode([token], False))
+        self._offset = offset
+
     def _start_text(self) -> None:
         from jaxinfer.text import StreamingDetokenizer
 

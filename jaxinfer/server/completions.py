@@ -155,6 +155,8 @@ class _CompletionForm(_Form):
         super().__init__(body, generation, position)
         skips = self._params.skip_special_tokens
         self._lists = [LogprobLists(generation.tokenizer, skips, sent.num_chars) for sent in position.choices]
+        for lists, begun in zip(self._lists, generation.begun, strict=False):
+            lists.pass_over(begun.token_ids)
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:
         job, told = self._generation.job, {"has_cached": True, "coordinates": self._generation.coordinates}

@@ -123,6 +123,11 @@ class Generation:
             raise refused(SENT_TOKENS, str(error)) from error
 
     @property
+    def begun(self) -> Sequence[BegunAnswer]:
+        """The first tokens of each choice, where the client has them."""
+        return self._begun or ()
+
+    @property
     def is_resumed(self) -> bool:
         """True if the client has the beginning."""
         return self._skippers is not None

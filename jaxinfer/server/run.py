@@ -158,12 +158,15 @@ def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
     return open_tracer(options.otlp_endpoint, name)
 
 
-def listen(host: str, port: int, send_timeout: float) -> socket.socket:
-    """A listening socket. Raises OSError with the address."""
+def listen(host: str, port: int, send_timeout: float, *, is_shared: bool = False) -> socket.socket:
+    """A listening socket; several `is_shared` ones of one address get connections in turn. Raises OSError with the
+    address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Closing a connection waits until its client has read what was sent. The kernel gives up one that does not;
         # the connections inherit this.
         if hasattr(socket, "TCP_USER_TIMEOUT"):

@@ -12,7 +12,7 @@ from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_p
 
 AREAS = {
     "adapters",
-    *("front", "kv_events"),
+    *("front", "kv_events", "ray_serve"),
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
     *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
     *("models", "parallel", "planning", "policies", "quantization", "replays", "sampling", "schemas", "server"),

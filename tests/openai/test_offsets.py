@@ -82,3 +82,19 @@ def test_an_echo_begins_with_the_prompts_text(prompt, second):
     found = lists.take().text_offset
     assert found[:2] == [0, second]
     assert found[-1] == len(prompt)
+
+
+def test_offsets_go_on_after_tokens_that_were_told():
+    """Also within a character whose first bytes came before."""
+    tokenizer = Tokenizer.from_dir(resources.files("jaxinfer") / "data" / "demo")
+    generator = random.Random(1)
+    tokens = [token for _ in range(40) for token in tokenizer.encode(generator.choice(["é😀", " a", "漢", "x"]))]
+    tokens = [token for token in tokens if generator.random() < 0.8]  # with bytes that end no character
+    whole, places, ends = LogprobLists(tokenizer), [], []
+    for token in tokens:
+        places.append(whole._place(token, tokenizer.decode([token], False)))
+        ends.append(whole._offset)
+    for cut in range(1, len(tokens)):
+        rest = LogprobLists(tokenizer, offset=ends[cut - 1])
+        rest.pass_over(tokens[:cut])
+        assert [rest._place(token, tokenizer.decode([token], False)) for token in tokens[cut:]] == places[cut:], cut

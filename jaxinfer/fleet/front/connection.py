@@ -208,6 +208,12 @@ class ConnectionPool:
         else:
             connection.close()
 
+    def close_idle(self) -> None:
+        """Ends the connections that are not in use."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
     def give_up(self, why: str) -> None:
         """Ends all connections."""
         for connection in (*self._idle, *self._in_use):

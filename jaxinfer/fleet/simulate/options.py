@@ -13,7 +13,7 @@ Routing = Literal["least-load", "prefix", "round-robin"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetOptions:
+class SimulationOptions:
     """How requests are routed, and how replicas fail."""
 
     routing: Routing = _fleet(

@@ -16,7 +16,7 @@ import numpy as np
 from jaxinfer.engine.scheduler import QueueFullError, SchedulerOptions
 from jaxinfer.extras import install_hint
 from jaxinfer.fleet.simulate.jumps import JumpingReplica, can_jump
-from jaxinfer.fleet.simulate.options import FleetOptions
+from jaxinfer.fleet.simulate.options import SimulationOptions
 from jaxinfer.fleet.simulate.replica import SimulatedReplica
 from jaxinfer.fleet.simulate.routes import IndexedPrefixRouter, LoadIndex
 from jaxinfer.fleet.simulate.sequence import SimulatedSequence
@@ -78,7 +78,7 @@ def run_fleet(
     trace: ArrivalTrace,
     model: ReplicaModel,
     num_replicas: int,
-    options: FleetOptions = FleetOptions(),  # noqa: B008
+    options: SimulationOptions = SimulationOptions(),  # noqa: B008
     *,
     jumps: bool = True,
     progress: Callable[[int], None] = lambda num_arrived: None,
@@ -108,7 +108,9 @@ class _Place:
 
 
 class _Fleet:
-    def __init__(self, trace: ArrivalTrace, model: ReplicaModel, num_replicas: int, options: FleetOptions, jumps: bool):
+    def __init__(
+        self, trace: ArrivalTrace, model: ReplicaModel, num_replicas: int, options: SimulationOptions, jumps: bool
+    ):
         try:
             import simpy
         except ImportError:

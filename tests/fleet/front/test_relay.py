@@ -162,6 +162,27 @@ def test_a_refusal_to_go_on_ends_the_stream_with_its_reason():
     assert "another model" in error["message"]
 
 
+def test_a_replica_with_newer_weights_is_passed_over():
+    refusal = json.dumps({"error": {"message": "another model", "param": None, "code": "resume_differs"}})
+
+    async def newer(head, body):
+        yield whole(409, refusal)
+
+    async def all_three():
+        begun, rest = stream(event(1), None), stream(event(2), DONE)
+        async with FakeReplica(begun) as one, FakeReplica(newer) as other, FakeReplica(rest) as third:
+            other.is_ready = third.is_ready = False
+            async with front(one, other, third) as port:
+                other.is_ready = third.is_ready = True
+                while "ready_replicas 3" not in (await ask(port, "GET", "/metrics"))[2].decode():
+                    await asyncio.sleep(0.05)
+                return await ask(port), len(other.requests)
+
+    (status, _, body), num_asked = uvloop.run(all_three())
+    assert (status, body.decode()) == (200, shown(1, 2) + DONE)
+    assert num_asked == 1
+
+
 def test_a_begun_stream_waits_for_room():
     """Whatever replica has some first; the one that was lost may be back by then."""
 

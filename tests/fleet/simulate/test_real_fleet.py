@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, AsyncEngine, SamplingParams
-from jaxinfer.fleet.simulate.options import FleetOptions, ServiceGoal
+from jaxinfer.fleet.simulate.options import ServiceGoal, SimulationOptions
 from jaxinfer.fleet.simulate.report import figures_of
 from jaxinfer.fleet.simulate.run import SERVED, ReplicaModel, run_fleet
 from jaxinfer.fleet.simulate.times import SECOND, StepTimes
@@ -39,7 +39,7 @@ def fleet():
 def capacity(model):
     """Requests per second of a fleet that always has some waiting."""
     trace = open_trace(f"poisson:rate=1000,{LENGTHS}").first(REQUESTS)
-    run = run_fleet(trace, model, REPLICAS, FleetOptions())
+    run = run_fleet(trace, model, REPLICAS, SimulationOptions())
     return REQUESTS / np.quantile(run.last + np.array(trace.times), 0.9) * 0.9 * SECOND
 
 
@@ -48,7 +48,7 @@ def capacity(model):
 def test_a_fleet_with_virtual_devices_takes_the_simulated_times(fleet, options, share):
     model = ReplicaModel(options, TIMES, 1024)
     trace = open_trace(f"poisson:rate={share * capacity(model):.3f},{LENGTHS}", seed=round(100 * share))
-    run = run_fleet(trace, model, REPLICAS, FleetOptions())
+    run = run_fleet(trace, model, REPLICAS, SimulationOptions())
     simulated = figures_of(run, GOAL, 1)
     first, last = send_trace(fleet.port, trace)
     arrivals = np.array(trace.times)
@@ -114,10 +114,10 @@ def test_a_replica_that_computes_takes_the_simulated_times():
         times, inner.on_read = fitted(reads), None
         model = ReplicaModel(inner.scheduler.options, times, 1024)
         burst = open_trace(text.format(1000, 40), seed=1)
-        rate = 40 / run_fleet(burst, model, 1, FleetOptions()).seconds
+        rate = 40 / run_fleet(burst, model, 1, SimulationOptions()).seconds
         trace = open_trace(text.format(0.6 * rate, 60), seed=2)
         measured = await send(engine, trace)
-        simulated = run_fleet(trace, model, 1, FleetOptions())
+        simulated = run_fleet(trace, model, 1, SimulationOptions())
         await engine.close()
         return times, rate, measured.T, (simulated.first / SECOND, simulated.last / SECOND)
 

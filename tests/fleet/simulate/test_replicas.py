@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.scheduler import QueueFullError, SchedulerOptions
 from jaxinfer.fleet.simulate.jumps import JumpingReplica, can_jump
-from jaxinfer.fleet.simulate.options import FleetOptions
+from jaxinfer.fleet.simulate.options import SimulationOptions
 from jaxinfer.fleet.simulate.replica import SimulatedReplica
 from jaxinfer.fleet.simulate.run import LOST, QUEUE_FULL, SERVED, TOO_LONG, ReplicaModel, run_fleet
 from jaxinfer.fleet.simulate.sequence import SimulatedSequence
@@ -28,7 +28,7 @@ def replica_model(times=TIMES, max_model_len=100_000, **options):
 
 def assert_equal(trace, model, num_replicas=3, **options):
     """Both ways of passing time give the same of every request; returns the run."""
-    runs = [run_fleet(trace, model, num_replicas, FleetOptions(**options), jumps=jumps) for jumps in (True, False)]
+    runs = [run_fleet(trace, model, num_replicas, SimulationOptions(**options), jumps=jumps) for jumps in (True, False)]
     jumped, stepped = runs
     for name in ("status", "first", "last"):
         np.testing.assert_array_equal(getattr(jumped, name), getattr(stepped, name), err_msg=name)
@@ -148,7 +148,7 @@ def test_a_stream_goes_on_at_another_replica():
     model = replica_model()
     trace = ArrivalTrace("one", [0], [100], [2000])
     whole = run_fleet(trace, model, 2)
-    run = run_fleet(trace, model, 2, FleetOptions(mtbf=0.004, restart_time=1.0, seed=3))
+    run = run_fleet(trace, model, 2, SimulationOptions(mtbf=0.004, restart_time=1.0, seed=3))
     assert run.num_failovers
     assert run.status.tolist() == [SERVED]
     assert run.first[0] == whole.first[0]
@@ -159,6 +159,6 @@ def test_a_stream_goes_on_at_another_replica():
 @pytest.mark.slow
 def test_a_request_that_two_replicas_did_not_begin_is_lost():
     slow = replica_model(StepTimes(fixed=10**6 * MS))
-    run = run_fleet(ArrivalTrace("one", [0], [5], [5]), slow, 2, FleetOptions(mtbf=0.01, restart_time=1.0))
+    run = run_fleet(ArrivalTrace("one", [0], [5], [5]), slow, 2, SimulationOptions(mtbf=0.01, restart_time=1.0))
     assert run.status.tolist() == [LOST]
     assert run.num_failovers == 1

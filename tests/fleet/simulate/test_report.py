@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.fleet.simulate.model import replica_model
-from jaxinfer.fleet.simulate.options import FleetOptions, ServiceGoal
+from jaxinfer.fleet.simulate.options import ServiceGoal, SimulationOptions
 from jaxinfer.fleet.simulate.report import figures_of, parse_replicas, search_replicas
 from jaxinfer.fleet.simulate.run import QUEUE_FULL, SERVED, FleetRun
 from jaxinfer.fleet.simulate.times import MILLISECOND, SECOND, StepTimes
@@ -101,4 +101,4 @@ def test_options_of_a_fleet_are_checked():
         ({"max_waiting": 0}, "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            FleetOptions(**values)
+            SimulationOptions(**values)
