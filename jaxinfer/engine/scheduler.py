@@ -348,6 +348,8 @@ class Scheduler:
         self.prefixes.hide()
         for sequence in self.running:
             sequence.is_retained = True
+            if self._has_saved:
+                self.saved.release_all(sequence)  # which would wait for a place in the tree until its end
 
     def observe_blocks(self, sink: Callable[[list[BlockEvent]], None]) -> PrefixBlocks:
         """Tells `sink` of each block that prompts find, those that are cached already included, in place of what was

@@ -192,6 +192,8 @@ class WeightForms:
 
     def _single_formed(self, path: Path, leaf: Any, own: Any, *, always: bool) -> Any:
         """The weight rounded as its form is, and with its shape on a mesh; `always` placed there."""
+        if is_packed(leaf) and not _has_codes_of(leaf, own):
+            leaf = leaf.unpacked()  # of files with other bits than the model's
         if not is_weight(leaf):
             if getattr(own, "scheme", None) is not None:
                 leaf = self._rounded(path, leaf)
@@ -254,6 +256,11 @@ def _is_alike(leaf: Any, own: Any) -> bool:
         (np.shape(array), jnp.result_type(array)) == (place.shape, place.dtype)
         for array, place in zip(arrays, wanted, strict=True)
     )
+
+
+def _has_codes_of(leaf: Any, own: Any) -> bool:
+    """True if a packed weight can take the place of one of the form, but for differences that `check` refuses."""
+    return is_packed(own) and (own.scheme is not None or leaf.form.codes == own.form.codes)
 
 
 def _rounds_to(leaf: Any, own: Any) -> bool:

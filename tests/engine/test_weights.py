@@ -201,6 +201,25 @@ def test_a_saved_model_has_the_new_weights(tmp_path):
         assert results(llm)[:5] == expected
 
 
+def test_files_with_more_bits_or_fewer_are_rounded_to_the_models(tmp_path):
+    """A trainer's float32 checkpoint for a model that was opened in 16 bits, and the other way round."""
+    pytest.importorskip("numba", reason="weights are packed with Numba")
+    paths = {}
+    with LLM((TINY, params_of(0)), **RUN) as llm:
+        paths["old", "bfloat16"] = llm.save(tmp_path / "old16", dtype="bfloat16")
+        paths["old", "float32"] = llm.save(tmp_path / "old32")
+        llm.engine.weights.replace(params_of(1))
+        paths["new", "bfloat16"] = llm.save(tmp_path / "new16", dtype="bfloat16")
+        paths["new", "float32"] = llm.save(tmp_path / "new32")
+    with LLM(paths["new", "bfloat16"], **RUN) as llm:
+        expected = results(llm)[:5]
+    for own, given in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        with LLM(paths["old", own], **RUN) as llm:
+            assert results(llm)[:5] != expected
+            llm.update_params(paths["new", given])
+            assert results(llm)[:5] == expected
+
+
 def without(params, name):
     return {key: value for key, value in params.items() if key != name}
 
