@@ -70,6 +70,7 @@ def test_quantized_weights_keep_their_values(checkpoint, tmp_path, recipe):
     assert data["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
 def test_a_gguf_file_with_its_tokenizer_and_template(tmp_path, kind):
@@ -86,6 +87,7 @@ def test_a_gguf_file_with_its_tokenizer_and_template(tmp_path, kind):
         assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] is not None
 
 
+@pytest.mark.slow
 def test_a_scheme_that_the_files_cannot_have_is_refused_with_what_works(checkpoint, tmp_path):
     with LLM(str(checkpoint), quantize="nf4", **OPTIONS) as llm:
         with pytest.raises(ValueError, match="dequantize=True writes floating-point weights"):
@@ -98,6 +100,7 @@ def test_a_scheme_that_the_files_cannot_have_is_refused_with_what_works(checkpoi
         assert "quantized" not in llm.explain().to_dict()["model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"offload": 1}, pytest.param({"offload": 2, "quantize": "int4-g32"}, marks=pytest.mark.slow)], ids=repr
 )

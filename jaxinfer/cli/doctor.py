@@ -41,6 +41,8 @@ EXTRAS = {
     "serve": ("starlette", "uvicorn", "uvloop", "httptools", "prometheus-client"),
     "structured": ("llguidance",),
     "parquet": ("pyarrow",),
+    "events": ("pyzmq",),
+    "simulate": ("simpy",),
     "tracing": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     "ray": ("ray",),
     "notebooks": ("jupytext", "nbmake", "ipykernel", "matplotlib"),

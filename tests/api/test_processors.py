@@ -56,6 +56,7 @@ def tokens_of(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 def test_arrays_are_for_all_prompts_or_each_and_logprobs_are_raw(llm, plain):
     """Oracle: logit_bias."""
     params = replace(GREEDY, logprobs=2)
@@ -124,6 +125,7 @@ def test_a_coordinate_has_the_arrays_and_the_functions(llm, plain, model):
     assert "add" in str(llm.explain())
 
 
+@pytest.mark.slow
 def test_clients_of_an_async_engine_give_arrays(model, llm):
     expected = tokens_of(llm.generate([PROMPT], GREEDY, arrays={"bias": bias_of(t9=7.0)}))
 

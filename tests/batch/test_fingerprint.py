@@ -50,6 +50,7 @@ def test_so_has_a_model_that_was_loaded_onto_one():
     assert fingerprint("demo-draft", mesh="model=2") == fingerprint("demo-draft")
 
 
+@pytest.mark.slow
 def test_formats_differ(params):
     found = [fingerprint((CONFIG, params), **({} if one is None else {"quantize": one})) for one in FORMATS]
     assert len({*found}) == len(FORMATS)

@@ -48,6 +48,7 @@ def test_a_missing_compiler_is_said(monkeypatch, capsys):
     assert capsys.readouterr().out.count("no compiler here") == len(report.CACHE_DTYPES)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs():
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     scope: dict = {}

@@ -105,6 +105,7 @@ def test_a_piece_for_which_time_is_short_is_left_out_and_shorter_ones_run(worker
     assert statuses(worker.card) == {"short": DONE}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_planted_failures_end_in_a_table(tmp_path):
     """An exception that leaves the context poisoned, an abort and a hang, in real processes."""
@@ -183,6 +184,7 @@ def test_a_piece_that_aborts_is_recorded_the_others_run_and_the_last_is_cut_off(
     assert not card.is_right
 
 
+@pytest.mark.slow
 def test_a_piece_that_takes_longer_than_a_run_is_not_begun_again(tmp_path, stand_in):
     results = Results()
     card = results.of(MACHINE, is_tiny=True)
@@ -223,6 +225,7 @@ def test_a_process_that_does_not_start_is_the_fault_of_the_piece_that_it_is_for(
     assert statuses(only_card(tmp_path)) == {"one graph": CRASHED}
 
 
+@pytest.mark.slow
 def test_a_child_ends_when_its_time_is_over_or_its_parent_ends():
     program = "from benchmarks.on_chip import child; import time; child.end_with_parent(); print('on', flush=True); "
     command = [sys.executable, "-c", program + "time.sleep(60)"]
@@ -287,6 +290,7 @@ def test_a_file_that_is_not_results(tmp_path, capsys):
 # Refusals.
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_chip_is_told_so(tmp_path):
     """A worker's refusal is told where the command was given, not in the log alone."""
     command = [part for part in COMMAND if part != "--tiny"]
@@ -299,6 +303,7 @@ def test_a_machine_without_a_chip_is_told_so(tmp_path):
     assert not (tmp_path / FILE).exists()
 
 
+@pytest.mark.slow
 def test_a_piece_that_is_not_there_is_told(tmp_path):
     command = [*COMMAND, str(tmp_path), "--only", "no-such"]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment())
@@ -384,6 +389,7 @@ def test_every_dtype_and_batch_of_a_chip_has_a_piece_and_names_are_unique(tmp_pa
     assert names.index("8b b1") < names.index("8b b1 one graph") < names.index("torch") < names.index("8b b1 int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [ONE_GRAPH, NO_GRAPHS])
 def test_this_release_of_xla_knows_the_flags(flags):
     """A flag that XLA does not know ends the process."""

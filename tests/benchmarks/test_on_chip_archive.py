@@ -36,6 +36,7 @@ def test_the_archive_is_reproducible_and_small():
     assert not any(name.startswith(("tests/", "docs/", "notebooks/", "benchmarks/results/")) for name in names)
 
 
+@pytest.mark.slow
 def test_pieces_run_from_the_archive_alone(tmp_path):
     """A comparison and an engine's start need no demo weights, and nothing of this checkout."""
     root = unpacked(tmp_path)

@@ -261,6 +261,7 @@ def same(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_experts_with_few_tokens_are_rounded_and_named_also_after_a_kill(

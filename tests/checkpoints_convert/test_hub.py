@@ -146,6 +146,7 @@ WANTED = [
 ]
 
 
+@pytest.mark.slow
 def test_fetches_what_is_needed_once_and_then_works_offline(hub, run):
     (found,) = run()
     assert found["files"] == WANTED
@@ -200,6 +201,7 @@ def test_pickled_weights_are_never_fetched(hub, run):
     assert "RedHatAI/Qwen3-8B-speculator.eagle3 is a head" in str(no_safetensors("AngelSlim/Qwen3-8B_eagle3"))
 
 
+@pytest.mark.slow
 def test_converted_checkpoint_on_the_hub(hub, run, checkpoint, tmp_path):
     convert(checkpoint().write(), tmp_path / "native", progress=None)
     hub.files.clear()

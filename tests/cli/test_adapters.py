@@ -56,6 +56,7 @@ def test_one_adapter_answers(jaxinfer, json_lines, model, folders, expected):
     assert jaxinfer("generate", PROMPT, "-m", model, *SHORT).stdout == expected[None] + "\n"
 
 
+@pytest.mark.slow
 def test_run_and_chat_talk_with_it(jaxinfer, json_lines, model, folders):
     one, answers = ("--adapter", folders / "one"), {}
     for name, more in {"base": (), "one": one}.items():
@@ -247,6 +248,7 @@ def with_tokens(tmp_path_factory, model):
     return folder, config.vocab_size
 
 
+@pytest.mark.slow
 def test_an_adapter_with_its_own_tokens_has_its_own_tokenizer(jaxinfer, json_lines, model, with_tokens):
     folder, size = with_tokens
     short, chat = {"max_tokens": 2, "temperature": 0, "logprobs": 0}, [{"role": "user", "content": "hi"}]

@@ -73,6 +73,7 @@ def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
     assert (other.exit_code, "seed=0, not 4" in other.output) == (1, True)
 
 
+@pytest.mark.slow
 def test_an_option_that_is_given_is_kept(jaxinfer, model, tmp_path):
     file = tmp_path / "advice.json"
     given = ("--quantize", "int8", "--kv-dtype", "auto", "--max-seqs", 2, "--minutes", 0)

@@ -130,6 +130,7 @@ def quick_training(monkeypatch):
     app.registered_commands.pop()
 
 
+@pytest.mark.slow
 def test_train_demo_writes_models_that_load(jaxinfer, json_lines, quick_training, tmp_path):
     pytest.importorskip("matplotlib", reason=f"the model cards have plots: {install_hint('plot')}")
     arguments = ["train-demo", "--work-dir", tmp_path / "work", "--out", tmp_path / "out", "--steps", "7"]

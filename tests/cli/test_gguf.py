@@ -108,6 +108,7 @@ def test_requantize(jaxinfer, json_lines, parts, tmp_path):
     assert jaxinfer("generate", "x", "-m", path, "--requantize", "dense", *GREEDY).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_rounding_what_is_quantized_names_the_option_that_allows_it(jaxinfer, q8, command):
     arguments = {"run": (q8, "def f", *GREEDY), "plan": (q8, "--on", "v5e", "--no-compile")}[command]

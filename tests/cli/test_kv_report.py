@@ -31,6 +31,7 @@ def small(*more):
     ]
 
 
+@pytest.mark.slow
 def test_table(jaxinfer, model, text):
     given = ["--kv-dtypes", "auto", "--policies", "sinks(4)+window(16)"]
     result = jaxinfer("kv-report", model, "--texts", text, *given, *small())

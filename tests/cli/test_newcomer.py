@@ -33,7 +33,7 @@ def documented_commands():
     found = []
     for page in PAGES:
         for text in fences(page, "", "bash", "sh", "console"):
-            for line in text.splitlines():
+            for line in text.replace("\\\n", "").splitlines():
                 line = line.strip().removeprefix("$ ").removeprefix("JAX_PLATFORMS=cpu ")
                 if line.startswith("jaxinfer "):
                     found.append((page.relative_to(ROOT), line.partition("   #")[0].partition(" # ")[0].strip()))

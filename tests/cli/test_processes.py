@@ -30,6 +30,7 @@ def test_ctrl_c_is_130_with_a_short_message(jaxinfer_process, slow_model):
     assert error == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(jaxinfer_process, slow_model):
     with jaxinfer_process("generate", "hi", "-m", slow_model, *ENDLESS) as process:
         process.stdout.read(1)

@@ -32,6 +32,7 @@ def check(phase):
     assert phase["roofline"]["percent"] > 0
 
 
+@pytest.mark.slow
 def test_both_phases_are_profiled_and_their_traces_kept(jaxinfer, model, tmp_path):
     file, traces = tmp_path / "profile.json", tmp_path / "traces"
     result = jaxinfer("profile", model, *OPTIONS, "--steps-per-dispatch", "2", "--json", file, "--trace", traces)

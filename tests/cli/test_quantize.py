@@ -87,6 +87,7 @@ def test_rounding_needs_no_text(jaxinfer, model, tmp_path):
     assert jaxinfer("quantize", model, out, "--method", "rtn", "--overwrite").exit_code == 0
 
 
+@pytest.mark.slow
 def test_bits_are_chosen_within_a_budget(jaxinfer, json_lines, model, text, tmp_path):
     arguments = ["quantize", model, tmp_path / "out", "--calibration", text, *SMALL, "--bits", 3, "--json"]
     [plain] = json_lines(jaxinfer(*arguments).stdout)
@@ -153,6 +154,7 @@ def test_what_is_not_the_same_is_not_published(jaxinfer, model, text, tmp_path, 
     refused("logits differ by up to inf")
 
 
+@pytest.mark.slow
 def test_permuted_inputs_are_warned_of(jaxinfer, model, text, tmp_path):
     out = tmp_path / "out"
     arguments = ["--calibration", text, *SMALL, "--no-static-groups"]

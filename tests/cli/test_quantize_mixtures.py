@@ -82,6 +82,7 @@ def source(model, tmp_path_factory):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "method"),
     [

@@ -67,6 +67,7 @@ def test_other_weights_are_refused(jaxinfer, answers, tmp_path):
     assert jaxinfer("replay", answers, "-m", other, "--force").exit_code == 1
 
 
+@pytest.mark.slow
 def test_results_of_a_batch(jaxinfer, model, tmp_path):
     rows = [
         {"custom_id": "a", "prompt": "ab", "temperature": 1.0, "structured": {"regex": "[a-z]{4}"}},

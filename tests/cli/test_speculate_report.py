@@ -43,6 +43,7 @@ def test_a_model_that_drafts_for_itself(jaxinfer, json_lines, model, prompts, tm
         assert struct.unpack(">II", start[16:]) == (1100, 440)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "lengths", "num_answers"), [("ngram", "2", 2), pytest.param("layers:1", "1,2", 4, marks=pytest.mark.slow)]
 )

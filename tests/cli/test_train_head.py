@@ -21,6 +21,7 @@ def prompts(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_on_answers_and_opens(jaxinfer, json_lines, model, prompts, tmp_path):
     out = tmp_path / "head"
     arguments = ["train-head", model, "--prompts", prompts, "--out", out, "--draft-vocab-size", 100, *SMALL]

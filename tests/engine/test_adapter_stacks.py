@@ -153,6 +153,7 @@ def test_embedding_and_head(config):
     check(config, params, adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("recipe", ["int4-g128", "int8"])
 def test_quantized_bases(params, recipe):
@@ -310,6 +311,7 @@ def test_names_that_are_no_weights(params):
         assert not llm.adapters
 
 
+@pytest.mark.slow
 def test_preempted_requests_have_their_adapters_again(params):
     adapters = {f"a{seed}": random_adapter(params, seed) for seed in range(4)}
     names = [None, *adapters] * 2

@@ -200,6 +200,7 @@ def test_factors_of_magnitudes(name):
     assert host.depends_on_base
 
 
+@pytest.mark.slow
 @pytest.mark.matrix("int4-g128")
 @pytest.mark.parametrize("recipe", ["int8", "int4-g128"])
 def test_a_quantized_base_is_its_integers(recipe):

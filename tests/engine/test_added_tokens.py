@@ -52,6 +52,7 @@ def tokens_of(answers):
     return [one.outputs[0].token_ids for one in answers]
 
 
+@pytest.mark.slow
 def test_an_adapter_with_added_tokens_is_the_merged_model(served):
     llm, params, adapters = served
     assert (llm.engine.spec.options.max_adapter_tokens, llm.config.vocab_size) == (3, 97)

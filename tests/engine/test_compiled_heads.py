@@ -78,6 +78,7 @@ def moved(chip: str, function, *arguments, trips: int) -> int:
     return sum(move.num_bytes for move in moves if "cross_program_prefetch_index" not in move.instruction.text)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix("v6e-eagle3-narrow", "h100-dflash-narrow")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", ["narrow", pytest.param("8b", marks=pytest.mark.slow)])

@@ -50,6 +50,7 @@ def answers(path, **options):
         return found, llm.fingerprint(), llm.engine.spec, str(llm.explain())
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", quick(["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"], "Q4_K"))
 def test_the_tokens_are_those_of_loaded_weights(path_of, kind):
@@ -103,6 +104,7 @@ def test_of_a_mixture_only_experts_stay_on_the_disk(tmp_path):
     assert spec.params[DISK_LAYERS].num_bytes == 2 * 4 * 3 * 32 * 24 * 4
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_ends_the_step_with_its_name(path_of, tmp_path):
     path = tmp_path / "cut.gguf"
     path.write_bytes(path_of("Q4_K").read_bytes())

@@ -182,6 +182,7 @@ ONE_ANSWER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "variant"), quick(ONE_ANSWER, ("eagle3 wide", "a step a dispatch, chunks of 5"), ("dflash", "as it is"))
@@ -221,6 +222,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(CASES, "recurrent", "quantized"))
 def test_one_answer_over_other_targets(expected, name, monkeypatch):
@@ -350,6 +352,7 @@ def by_grammar():
     return ByGrammar()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "masks"),
@@ -465,6 +468,7 @@ def plainly():
     return Plainly()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "dtype"), quick([(name, dtype) for name in KINDS for dtype in DTYPES], ("mtp", "float32"))
@@ -519,6 +523,7 @@ def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(expected, name
             assert len(tokens) >= PARAMS[number].min_tokens
 
 
+@pytest.mark.slow
 def test_a_head_goes_on_with_the_targets_new_weights(expected):
     """Its embedding and head are the target's: an engine at rest accepts what one does that was made with them."""
     config, params = full()
@@ -543,6 +548,7 @@ def test_a_head_goes_on_with_the_targets_new_weights(expected):
 # Programs and what waits for them.
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", quick(["eagle3 wide", "dspark rnn"], "dspark rnn"))
 def test_nothing_compiles_after_warm_up(expected, name):
@@ -563,6 +569,7 @@ def test_nothing_compiles_after_warm_up(expected, name):
         assert found == expected[FULL]
 
 
+@pytest.mark.slow
 def test_a_dispatch_is_read_once(expected, monkeypatch):
     """The host waits for tokens, and after rounds for how many were drafted and accepted, as with every draft."""
     head = expected.head(replace(FULL, head="dflash"))

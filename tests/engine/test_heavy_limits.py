@@ -58,6 +58,7 @@ def test_an_answer_of_5000_tokens_takes_constant_memory():
     check_constant(5000)
 
 
+@pytest.mark.slow
 def test_a_prompt_gives_its_pages_back_at_its_end(model):
     """Another one that needs them waits no longer."""
     with LLM(model, **{**OPTIONS, "num_pages": 15}) as llm:

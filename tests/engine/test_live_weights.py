@@ -130,6 +130,7 @@ def test_some_weights_stay(llm):
         llm.update_params({"lm_head": params_of(2)["lm_head"]})
 
 
+@pytest.mark.slow
 @pytest.mark.matrix("int8")
 @pytest.mark.parametrize("kind", ["float", "int8"])
 def test_files_are_read_in_the_form_that_is_there(kind, tmp_path):

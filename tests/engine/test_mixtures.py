@@ -63,6 +63,7 @@ def generate(llm: LLM) -> list[list[int]]:
     return [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_together_in_shuffled_pages_and_again_from_the_prefix(model, expected):
     with LLM(model, **OPTIONS) as llm:
         random.Random(3).shuffle(llm.engine.scheduler.pool._free)
@@ -106,6 +107,7 @@ def logprobs(output) -> list[float]:
     return [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_deterministic_bits_do_not_depend_on_what_others_route(model, dtype):
     config, params = model

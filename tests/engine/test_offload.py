@@ -95,6 +95,7 @@ def test_of_a_mixture_only_experts_move():
     assert num_parameters(all_layers(spec.params)) == num_parameters(whole.params)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_to_the_host_without_passing_the_device(monkeypatch):
     """The embedded model, whose tokens and fingerprint stay; only what does not move is put on the device."""
     with LLM("demo", max_seqs=2, max_model_len=64) as llm:
@@ -121,6 +122,7 @@ def test_a_checkpoint_goes_to_the_host_without_passing_the_device(monkeypatch):
     assert f"host bytes                {moved:,}" in text
 
 
+@pytest.mark.slow
 def test_hidden_states_are_those_without(model):
     taps = ("layers.1.residual", "layers.3.mlp")
     found = []

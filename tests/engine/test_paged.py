@@ -51,6 +51,7 @@ def run(engine, generations, between=lambda: None):
     return [one.output for one in generations]
 
 
+@pytest.mark.slow
 @pytest.mark.all_buckets
 @pytest.mark.parametrize("is_warm", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_first_token_of_all_does_not_wait_for_the_next_program(tiny, is_warm):

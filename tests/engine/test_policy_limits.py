@@ -43,6 +43,7 @@ def check_slides(num_tokens: int, length: int) -> None:
         check_idle(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("length", [pytest.param(1024, marks=pytest.mark.slow), 48])
 def test_a_sequence_slides_in_bounded_memory(length):
@@ -95,6 +96,7 @@ def logprobs_of(llm: LLM, prompt) -> list[float]:
     return [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_page_evicted_a_position_early_changes_answers(monkeypatch):
     """Chunks of 3, of which one begins at the last token of a page and ends in the next."""
     found = []
@@ -107,6 +109,7 @@ def test_a_page_evicted_a_position_early_changes_answers(monkeypatch):
     assert max(abs(a - b) for a, b in zip(found[1], found[2], strict=True)) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_page_evicted_while_it_is_shared_changes_answers(monkeypatch):
     """A second answer shares the pages of the first one's prompt. The first goes on and drops them while the second,
     some tokens behind, still reads them."""

@@ -148,6 +148,7 @@ def test_a_processor_sees_all_tokens_before_each_that_is_chosen(tiny, variant):
     engine.close()
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_requests_after_warm_up_and_nan_ends_its_request_alone(tiny, compiler):
     def spoil(logits, history, after):
         return jnp.where((history.num_output >= after)[:, None], jnp.nan, logits)

@@ -76,6 +76,7 @@ def test_the_last_tokens_are_computed_after_a_prefix_hit():
         assert longer.num_cached_tokens == len(PROMPT) // PAGE * PAGE
 
 
+@pytest.mark.slow
 def test_a_request_that_has_pages_for_its_prompt_once_is_refused():
     """12 pages of the prompt, and beside them the 6 to which 90 tokens are compacted."""
     params = replace(GREEDY, max_tokens=8)
@@ -89,6 +90,7 @@ def test_a_request_that_has_pages_for_its_prompt_once_is_refused():
         llm.generate(PROMPT, params)
 
 
+@pytest.mark.slow
 def test_an_abort_at_any_time_frees_all():
     with open_llm(max_seqs=2, prefill_chunk=16, steps_per_dispatch=1) as llm:
         for num_steps in range(1, 14):
@@ -167,6 +169,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_full_cache():
 # Planted faults.
 
 
+@pytest.mark.slow
 def test_a_compacted_page_in_the_prefix_tree_changes_answers(monkeypatch):
     """A second prompt goes on with the first one's answer, whose keys were computed with fewer tokens."""
     found, params = [], replace(GREEDY, max_tokens=6, logprobs=0)

@@ -76,6 +76,7 @@ def dense_choices(model, pairs, best):
     return found
 
 
+@pytest.mark.slow
 def test_alone_is_what_dense_attention_to_the_chosen_pages_gives(model, expected):
     pairs = [(number, found[0]) for number, found in enumerate(expected)]
     best = parse_policy(POLICY).bound(PAGE, None)
@@ -121,6 +122,7 @@ def test_however_it_is_cut_and_stored(model, expected, variant):
         check_everything(llm, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(DRAFTS, "ngram"))
@@ -129,6 +131,7 @@ def test_drafts_change_no_answer(model, expected, name):
         check_everything(llm, expected)
 
 
+@pytest.mark.slow
 def test_streamed(model, expected):
     with open_quest(model) as llm:
         for number in (1, 6):
@@ -146,6 +149,7 @@ def from_host_memory(model) -> list:
     return found
 
 
+@pytest.mark.slow
 def test_pages_come_back_from_host_memory_with_their_bounds(model, expected, monkeypatch):
     assert from_host_memory(model) == expected
     scatter = host_pages.scatter_pages
@@ -163,6 +167,7 @@ def test_pages_come_back_from_host_memory_with_their_bounds(model, expected, mon
     assert from_host_memory(model) != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", quick(("int8", "fp8_e4m3", "bfloat16"), "int8"))
 def test_rounded_keys_change_no_answer(kv_dtype):
     model, prompt = model_of(MODELS["full"]), [*range(60)]

@@ -95,6 +95,7 @@ def test_chains_change_no_answer(tiny, drafts, expected, name, length):
     check_everything(tiny, drafts[name], expected, num_draft_tokens=length)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("widths", lengths(TREES, TREES[:1]), ids=str)
 @pytest.mark.parametrize("name", quick((name for name in DRAFTS if name != "ngram"), "near"))
@@ -144,6 +145,7 @@ def test_what_drafts_well_is_accepted_more_often(tiny, drafts):
     assert rates["always wrong"] < 0.1
 
 
+@pytest.mark.slow
 def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(tiny, drafts, expected):
     found = {}
     for rule in ("exact", "maximal"):

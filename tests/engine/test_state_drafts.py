@@ -77,6 +77,7 @@ def answers(llm: LLM, end: int = 18) -> list:
 CASES = [(name, setting) for name in DRAFTS for setting in SETTINGS]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "setting"), quick(CASES, ("near", "chunks of 64"), ("layers:2", "chunks of 16")))
 def test_drafts_change_no_answer(model, drafts, expected, name, setting):
@@ -267,6 +268,7 @@ def test_branches_are_refused_by_name(model):
         LLM(model, draft="layers:1", draft_tree=(2, 1), **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_round_updates_states_in_place():
     """The compiled program aliases the donated states, and copies none of their size."""
     config, num_slots = MODELS["delta"], 50

@@ -236,6 +236,7 @@ def test_caches_give_one_answer(model, expected, ways):
     assert check_ways(model, ways) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kv_dtype", "ways"),

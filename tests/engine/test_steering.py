@@ -81,6 +81,7 @@ def check(model, output, steering, is_greedy=True):
             assert entries[token].logprob == pytest.approx(float(row[token]), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3", "Qwen3-MoE"])
 def test_families(family):
     model = model_of(family, 3)
@@ -154,6 +155,7 @@ def test_a_request_without_steering_keeps_its_bits(model):
     assert [entries_of(output) for output in outputs[:2]] == expected
 
 
+@pytest.mark.slow
 def test_a_request_keeps_its_bits_in_bfloat16(model):
     """In one engine of one shape: alone, and beside requests with other vectors. XLA leaves out other roundings where a
     program adds vectors, so an engine without steered layers may have other bits."""

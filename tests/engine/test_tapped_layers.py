@@ -146,6 +146,7 @@ def test_refused(model):
         LLM(model, tapped_layers=[2], **OPTIONS)
 
 
+@pytest.mark.slow
 def test_bfloat16_states_are_given_in_float32(model):
     config, params = model
     own = replace(config, dtype="bfloat16"), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)

@@ -208,6 +208,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "adaptive, chunks of 16"))

@@ -99,6 +99,7 @@ def test_every_pass_has_the_same_arithmetic(monkeypatch):
     assert all(passes)
 
 
+@pytest.mark.slow
 def test_a_draft_with_weights_of_its_own_keeps_every_bit():
     """Tokens and log-probabilities in bfloat16, of which some are from accepted drafts and some from rejected ones."""
     options = {**OPTIONS, "max_seqs": 2}

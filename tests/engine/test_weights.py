@@ -106,6 +106,7 @@ def test_a_draft_of_layers_follows():
         assert accepted(llm) == expected
 
 
+@pytest.mark.slow
 def test_a_draft_model_goes_on_with_its_own():
     draft = replace(TINY, num_layers=1), init_params(replace(TINY, num_layers=1), jax.random.key(5))
     options = {**RUN, "draft": draft, "num_draft_tokens": 2}
@@ -178,6 +179,7 @@ def committed(array):
     return jax.device_put(array, jax.devices()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [np.asarray, committed])
 def test_arrays_are_taken_from_anywhere(make):
     new = jax.tree.map(make, params_of(1))
@@ -245,6 +247,7 @@ def test_other_trees_are_refused_and_change_nothing(case):
         assert llm.engine.weights.version == 0
 
 
+@pytest.mark.slow
 def test_a_form_that_programs_do_not_take_changes_nothing():
     """A view's refusal comes before any other has the new weights: scales that are powers of two are packed in
     8 bits."""

@@ -150,6 +150,7 @@ def check_idle(llm: LLM) -> None:
     assert not any(np.asarray(leaf[0]).any() for leaf in jax.tree.leaves([c.layers for c in caches if c is not None]))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "as it is"))
@@ -158,6 +159,7 @@ def test_however_it_is_cut_and_stored(model, expected, variant):
         check_everything(llm, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(DRAFTS, "a model with another window"))
@@ -245,6 +247,7 @@ def test_a_window_slides_for_20000_tokens_in_bounded_memory():
     check_slides(20_000)
 
 
+@pytest.mark.slow
 def test_prompts_slide_in_a_pool_smaller_than_they_are():
     """Chunk by chunk: two chunks and the window are held at once, not the prompt."""
     model = model_of((8, None))
@@ -308,6 +311,7 @@ def test_shared_keys_take_bytes_once(platform):
     assert num_bytes(spec.cache) == sum(stored)
 
 
+@pytest.mark.slow
 def test_explain_counts_what_is_allocated():
     """The same bytes in the arrays, in `explain()`, and in the shapes that plans are made of."""
     with open_llm(model_of(WINDOWS["two windows and full"])) as llm:

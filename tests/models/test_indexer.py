@@ -101,6 +101,7 @@ def test_chosen_tokens_are_those_of_a_stable_sort(length, heads):
     np.testing.assert_allclose(found, dense_attention(q, choice, keys, positions, 6, 0.5), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_choice_of_all_tokens_is_latent_attention():
     config = sparse(64)
     params = params_of(config)

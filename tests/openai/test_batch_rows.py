@@ -49,6 +49,7 @@ def run(engine, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_rows_of_every_endpoint_are_answered_as_requests_are(run, make_service):
     rows = {url: (url, body) for url, body in ROWS.items()} | {"scored": ("/v1/completions", SCORED)}
     summary, answers = run(rows)

@@ -45,6 +45,7 @@ def cases_of(name: str):
     return [(case, kind) for case, (family, kind) in CASES.items() if family == name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_of_rows_has_the_library_s_log_probabilities(served, case):
     name, kind = CASES[case]

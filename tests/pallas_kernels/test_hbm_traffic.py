@@ -38,6 +38,7 @@ def test_a_product_reads_its_weight_once():
     assert made_in_hbm(program, LARGE_BYTES // 4) == []
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_weight_is_found():
     order = jax.ShapeDtypeStruct((16384,), jnp.int32)
     program = compiled(lambda x, w, order: x @ w[order], ROWS, LARGE, order)

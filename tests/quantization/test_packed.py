@@ -212,6 +212,7 @@ def without_kernels(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [None, "int4-g32-asym"])
 @pytest.mark.parametrize("is_tied", [True, False])

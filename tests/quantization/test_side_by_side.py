@@ -120,6 +120,7 @@ def params():
     return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [None, "int8"])
 def test_a_model_answers_alike(params, recipe):

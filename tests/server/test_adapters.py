@@ -89,6 +89,7 @@ async def offline(engine, adapter):
 # As models of requests.
 
 
+@pytest.mark.slow
 def test_an_adapters_name_is_a_model(engine, make):
     async def check():
         client = Client(make(keys=None))

@@ -35,6 +35,7 @@ def drafting(engine):
     asyncio.run(drafting.close())
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_plain_decoding(engine, drafting):
     # Both engines' programs and a head's fit: 4 s of CPU.
     client = Client(make_app(service_of(drafting)))

@@ -697,6 +697,7 @@ def test_what_is_counted_is_what_is_held(checkpoints):
         count_needs(checkpoints[0], ENGINE, fixed + 6 * page_bytes)
 
 
+@pytest.mark.slow
 def test_models_of_the_same_files_share_their_weights(checkpoints):
     """Also where their options differ, and a draft that is served itself; the last one that is closed frees them."""
     arguments = {**ENGINE, "draft": checkpoints[1], "max_seqs": 2}

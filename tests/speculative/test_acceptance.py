@@ -127,6 +127,7 @@ def test_maximal_tokens_have_the_target_s_distribution_beside_greedy_rows(tree):
     assert state.num_accepted.max() == tree.depth
 
 
+@pytest.mark.slow
 def test_the_draft_s_own_tokens_would_not_pass():
     """The inverse: had every draft been accepted, the check would tell."""
     _, batch, history = rows_of([SAMPLED], np.arange(NUM_DRAWS))

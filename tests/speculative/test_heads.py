@@ -301,6 +301,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_noticed(plant, monkeypatch):
     pages = Pages(draft_of(FAULTS[plant]), is_maximal=True)
@@ -330,6 +331,7 @@ def test_what_a_draft_says_of_its_head():
     assert block.carried(7) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_a_head_lacks_is_the_targets(is_tied):
     target = replace(TARGET, tie_word_embeddings=is_tied)

@@ -184,6 +184,7 @@ def test_tokens_after_given_drafts_are_distributed_as_the_targets(width):
     assert chi_square_p(tokens, softmax(PAIRS["near"][0])) > FALSE_ALARM
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_tokens_are_distributed_as_the_targets(width):

@@ -34,6 +34,7 @@ def test_places_of_a_tree():
     assert (stats.proposed, stats.proposed_at, stats.accepted_at) == (12, (4, 4, 4), (3, 3, 0))
 
 
+@pytest.mark.slow
 @given(ROUNDS, ROUNDS)
 def test_counts_add_up(one, other):
     both = {pair: one.get(pair, 0) + other.get(pair, 0) for pair in {**one, **other}}

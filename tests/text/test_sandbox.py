@@ -129,6 +129,7 @@ def test_the_limits_are_what_stops_a_bomb():
         ChatTemplate("{% for a in range(99999) %}{% endfor %}", time_limit=0.001).render(HELLO)
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_takes_no_time_of_a_rendering():
     held = [[] for _ in range(500_000)]
     meter = Meter(max_chars=10, time_limit=0.01)

@@ -214,6 +214,7 @@ def test_options_out_of_range_are_refused(change, words, tmp_path):
         run(tmp_path, replace(OPTIONS, **change))
 
 
+@pytest.mark.slow
 def test_held_out_files_are_in_a_fixed_order_and_no_tests():
     from jaxinfer.training.corpus import held_out_files
 

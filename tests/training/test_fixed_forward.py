@@ -159,6 +159,7 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", GRADIENTS)
 def test_gradients_are_those_of_the_ordinary_forward_pass(family):
@@ -183,6 +184,7 @@ def test_gradients_are_those_of_the_ordinary_forward_pass(family):
     )
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_log_probabilities_and_have_a_gradient():
     config, params = model("Llama", "float32")
     tokens = random_tokens(3, 20, seed=6)

@@ -135,6 +135,7 @@ def test_the_first_steps_learn_one_token(tmp_path):
     assert shared[20]["loss"] != first[20]["loss"]
 
 
+@pytest.mark.slow
 def test_stored_states_train_as_those_that_are_computed_again(trained, tmp_path):
     """Up to their rounding; they are computed once, also over an interruption."""
     options = replace(OPTIONS, stores_states=True)
@@ -164,6 +165,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(trained, tmp_path, mo
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_while_it_writes_files_makes_nothing_twice(trained, tmp_path, monkeypatch):
     """Between writing a file and its name: of texts, and of a checkpoint."""
     asked, replace_file = [], os.replace
@@ -194,6 +196,7 @@ def test_a_run_that_is_stopped_while_it_writes_files_makes_nothing_twice(trained
     assert len(set(asked)) == whole.num_texts + len(list(np.load(tmp_path / "held_out" / "000000.npy")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_head_opens_and_changes_no_answer(trained, tmp_path, kind):
     result = trained[kind]
@@ -221,6 +224,7 @@ def test_training_ends_where_acceptance_has_not_risen():
     assert not is_stalled([], 1)
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_and_stays_ended(tmp_path):
     options = replace(OPTIONS, num_steps=200, evaluate_every=2, patience=1, learning_rate=1e-9)
     first = run(tmp_path, options)
@@ -228,6 +232,7 @@ def test_a_run_ends_early_and_stays_ended(tmp_path):
     assert run(tmp_path, options).history == first.history
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_time_are_chosen_once(tmp_path):
     options = replace(OPTIONS, num_steps=None, minutes=0.1)
     training = HeadTraining(TARGET, target_params(), texts_in(tmp_path), options)
@@ -263,6 +268,7 @@ def test_options_out_of_range_are_refused(change, words, tmp_path):
         HeadTraining(TARGET, target_params(), texts_in(tmp_path), replace(OPTIONS, **change))
 
 
+@pytest.mark.slow
 def test_another_run_is_not_mixed_in(tmp_path):
     run(tmp_path, replace(OPTIONS, num_steps=1))
     with pytest.raises(ValueError, match="unroll=3, not 2"):

@@ -257,6 +257,7 @@ def test_a_choice_before_the_append_is_noticed(monkeypatch):
     assert np.abs(found - wanted).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", quick(("bfloat16, interleaved", "int8, interleaved"), "int8, interleaved"))
 def test_the_kernel_of_tpus_reads_the_chosen_pages(monkeypatch, stored):
     """In its interpreter: a token at a time, and several in a pass, which store what others of it read."""

@@ -272,6 +272,7 @@ def test_experts_in_one_parameter_have_neither_magnitudes_nor_biases(field, tmp_
     refused(folder, tmp_path, f"{field} is not supported for 'model.layers.0.mlp.experts.down_proj'", "mixtral")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["modules_to_save", "target_modules", "target_parameters"])
 def test_many_names_take_no_time(field, tmp_path):
     _, folder = plain("mixtral_apart", "w1")

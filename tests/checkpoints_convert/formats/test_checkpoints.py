@@ -116,6 +116,7 @@ def greedy(directory, prompt, num_tokens):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_the_engine_runs_what_it_opens(tmp_path):
     """LLM("folder-with-gptq"): its greedy tokens are those of the same weights in float32."""
     checkpoint = tiny.tiny("gptq-act-order")

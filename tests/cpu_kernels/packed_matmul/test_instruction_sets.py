@@ -50,6 +50,7 @@ def inner_loops(assembly: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("cpu", CPUS)
 def test_inner_loops_do_not_use_the_stack(cpu, tmp_path):

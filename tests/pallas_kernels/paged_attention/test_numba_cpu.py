@@ -47,6 +47,7 @@ def test_suite(name, check):
     check(SMALL[name], "numba_cpu", "separate")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(FOUR_BITS, "decode_int4_head_dim_96", "verify_tree_int8_int4"))
 def test_suite_of_four_bits(name, check):
@@ -156,6 +157,7 @@ def test_a_stored_nan_is_seen(cache_dtype):
         assert np.isfinite(out[1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", quick(["float32", "int8", "bfloat16"], "int8"))
 def test_values_that_are_the_first_part_of_keys(dtype):

@@ -69,6 +69,7 @@ def test_suite(name, check, gpu_interpreter):
 FOUR = [name for name in FOUR_BITS if "int8_int4" not in name and "96" not in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(FOUR, "decode_int4_page_64"))
 def test_suite_of_four_bits(name, check, gpu_interpreter):
     check(replace(for_gpu(FOUR_BITS[name]), head_dim=128), "pallas_gpu", "separate")
@@ -99,6 +100,7 @@ def test_splits_with_few_keys(dtype, check, run, gpu_interpreter):
     assert not np.asarray(run(shape, shape.arguments("separate"), "pallas_gpu")[0][2:], np.float32).any()
 
 
+@pytest.mark.slow
 def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
     """Inverse: tokens that the kernel does not append, and stale values that it does not clean, are noticed."""
     shape = for_gpu(SMALL["decode_one_sequence"])
@@ -117,6 +119,7 @@ def _wait_only(kernel):
     gpu_kernel.plgpu.barrier_wait(kernel.refs["new_barrier"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "indices"), quick([("verify", (0, 4)), ("mixed", (0, 4, 5))], ("verify", (0, 4))))
 def test_neighbours_do_not_matter(name, indices, gpu_interpreter):
     """In a program of one shape, a sequence's rows keep every bit when the others are emptied, and when one is NaN."""
@@ -343,6 +346,7 @@ def compiled_shape(name: str) -> PagedShape:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(COMPILED, "verify_int4"))
 def test_compiled_in_place(name):
     """The cache is updated in place and never copied; temporaries do not grow with it.

@@ -91,6 +91,7 @@ def test_the_error_does_not_depend_on_the_vector():
         assert 0.002 < float(error) < 0.0125
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.optimized
 @pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.slow), 96])

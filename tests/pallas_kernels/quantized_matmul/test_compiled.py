@@ -30,6 +30,7 @@ ALWAYS = [("v6e", "int4-g128-asym", 64), ("v6e", "w8a8-fp8-block", 64)]
 MOVES_MORE = {("v6e", "w8a8-fp8-block", 512): ("weight", 1), ("tpu7x", "int4-g32", 64): ("scales", 5)}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "name", "rows"), quick(CASES, *ALWAYS))
 def test_xla_reads_the_weight_once_as_it_is_stored(chip, name, rows):

@@ -78,6 +78,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "rows"), quick(COMPILED, ("int4-g128-asym", 16)))
 def test_compiled_for_hopper_no_weight_is_written(name, rows):

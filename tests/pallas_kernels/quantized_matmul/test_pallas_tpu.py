@@ -81,6 +81,7 @@ def test_another_platform_takes_its_own():
 CHIPS = [(chip, count) for chip in ("v5e", "v6e", "h100") for count in (4, 64)]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "count"), quick(CHIPS, ("v6e", 4), ("h100", 4)))
 def test_a_look_up_and_a_product_make_no_second_head(chip, count):

@@ -18,6 +18,7 @@ def batch_of(starts, lengths, query_starts=None) -> RaggedBatch:
     return RaggedBatch(*(jnp.asarray(x, jnp.int32) for x in (first, lengths, starts)))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("bias", [None, BIAS])
 @pytest.mark.parametrize("sizes", [pytest.param([20], marks=pytest.mark.slow), [1] * 20, [2, 7, 1, 10]])
