@@ -194,7 +194,7 @@ def test_an_invoked_adapter_starts_at_its_tokens(params):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2"])
+@pytest.mark.parametrize("mesh", ["model=2", pytest.param("data=2,model=2", marks=pytest.mark.slow)])
 def test_a_mesh_gives_the_tokens_of_one_device(mesh):
     config = replace(TINY, vocab_size=96)
     params = random_params(config)

@@ -51,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("target", "head", "mesh"), quick(CASES, ("grouped", "dflash2", "data=2,model=2")))
+@pytest.mark.parametrize(("target", "head", "mesh"), quick(CASES, ("grouped", "dflash2", "model=2")))
 def test_the_tokens_are_those_of_one_device(target, head, mesh):
     expected, heads = plain(target)
     found, counts = drafted(target, heads[head], mesh=mesh)
