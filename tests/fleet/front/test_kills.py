@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -65,18 +66,18 @@ class Process:
     def start(self):
         command = [sys.executable, *self._arguments, *filter(None, (self._port_flag, str(self.port)))]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=self._variables
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._variables
         )
-        line = ""
-        while "http://" not in line:
-            line = self.process.stdout.readline()
-            assert line, "it ended before it listened"
-        self.url = re.search(r"http://[\w.]+:\d+", line)[0]
+        told = (re.search(r"(?:^|listening at )(http://[\w.]+:\d+)", line) for line in self.process.stdout)
+        self.url = next(url[1] for url in told if url)
         self.port = int(self.url.rpartition(":")[2])
+        self._reader = threading.Thread(target=self.process.stdout.read, daemon=True)  # else a full pipe stops it
+        self._reader.start()
 
     def kill(self, *, gently=False):
         self.process.terminate() if gently else self.process.kill()
         self.process.wait()
+        self._reader.join()
         self.process.stdout.close()
 
     async def until_ready(self):

@@ -213,9 +213,11 @@ def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
 @pytest.mark.timeout(7200)
 def test_calls_of_schemathesis_through_a_front(server, tmp_path):
     command = [sys.executable, "-m", "jaxinfer.cli", "front", "--replica", server, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as front:
         try:
-            url = next(found[0] for line in front.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
+            told = (re.search(r"listening at (http://[\d.]+:\d+)", line) for line in front.stderr)
+            url = next(found[1] for found in told if found)
+            threading.Thread(target=front.stderr.read, daemon=True).start()
             while "jaxinfer_front_ready_replicas 1" not in urllib.request.urlopen(f"{url}/metrics").read().decode():
                 time.sleep(0.1)
             before = count_answers(server)
