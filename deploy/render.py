@@ -59,7 +59,7 @@ def render(variant: str) -> str:
 
 
 def lint(variant: str) -> Iterator[str]:
-    """What Helm's linter finds, notes left out."""
+    """Findings of Helm's linter, notes left out."""
     report = helm_python.lint(CHART, values_of(variant), strict=True)
     for message in report["messages"]:
         if message["severity"] > 1:
@@ -68,7 +68,7 @@ def lint(variant: str) -> Iterator[str]:
 
 
 def problems_of(resource: dict[str, Any], name: str) -> Iterator[str]:
-    """What is wrong with an object, and with those inside it."""
+    """Errors of an object, and of those inside it."""
     own = OWN_SCHEMAS.get((resource["apiVersion"], resource["kind"]))
     where = f"{name}: {resource['kind']}"
     try:

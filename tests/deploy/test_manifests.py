@@ -163,8 +163,8 @@ def test_the_chart_and_its_manifests_are_valid():
         ("chart/templates/hosts.yaml", "RecreateGroupOnPodRestart", "Always", "'Always' is not one of"),
         (
             "chart/templates/hosts.yaml",
-            "mountPath: /work",
-            "mountpath: /work",
+            "mountPath: /batch",
+            "mountpath: /batch",
             "LeaderWorkerSet: Pod: spec.containers.0",
         ),
         ("chart/picker.yaml", "kvUsageSpec", "kvUsage", "EndpointPickerConfig: plugins.1"),

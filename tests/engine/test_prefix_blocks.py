@@ -17,7 +17,7 @@ Path = tuple[str, tuple[bytes, ...]]
 
 
 class Index:
-    """What a router makes of events: the texts that are cached, by hash; it knows no tree and no page."""
+    """An index as a router makes it of events: the texts that are cached, by hash; it knows no tree and no page."""
 
     def __init__(self):
         self.paths: dict[int, Path] = {}

@@ -48,7 +48,7 @@ class Subscriber:
         return [event for _, events in self.batches for event in events]
 
     def read(self, seconds: float = 0.2) -> None:
-        """What comes until nothing has come for so long."""
+        """Messages, until none has come for so long."""
         while self._sub.poll(1000 * seconds):
             topic, number, payload = self._sub.recv_multipart()
             number = int.from_bytes(number, "big")

@@ -2,7 +2,8 @@
 
 While nothing waits that could begin, a dispatch is one step of each decoding sequence, and the scheduler need not be
 called for it. Such dispatches are counted in *ticks*; what a sequence has is a function of the tick, written to it when
-the scheduler looks at it next. Times are whole picoseconds: those of `SimulatedReplica`, to the last one.
+the scheduler looks at it next. Times are whole picoseconds: those of `SimulatedReplica`, to the last one, but for
+fleets that route by prefix, where one in a hundred differs by microseconds (docs/capacity.md).
 """
 
 import heapq

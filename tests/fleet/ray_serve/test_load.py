@@ -51,7 +51,7 @@ def alone(bodies):
 
 
 def parts(text):
-    """What a stream of completions says: text, tokens and reason, and how many events had a token."""
+    """The content of a stream of completions: text, tokens and reason, and how many events had a token."""
     whole, ids, reason, num_events = "", [], None, 0
     for line in text.splitlines():
         if line.startswith("data: {"):

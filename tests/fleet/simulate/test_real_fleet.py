@@ -1,4 +1,4 @@
-"""What a simulated fleet says, against servers that run: with virtual devices, and one that computes."""
+"""A simulated fleet against servers that run: with virtual devices, and one that computes."""
 
 import asyncio
 import os
