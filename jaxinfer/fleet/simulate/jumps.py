@@ -2,8 +2,7 @@
 
 While nothing waits that could begin, a dispatch is one step of each decoding sequence, and the scheduler need not be
 called for it. Such dispatches are counted in *ticks*; what a sequence has is a function of the tick, written to it when
-the scheduler looks at it next. Times are whole picoseconds: those of `SimulatedReplica`, to the last one, but for
-fleets that route by prefix, where one in a hundred differs by microseconds (docs/capacity.md).
+the scheduler looks at it next. Times are whole picoseconds: those of `SimulatedReplica`, to the last one.
 """
 
 import heapq
@@ -144,7 +143,8 @@ class JumpingReplica(SimulatedReplica):
         return len(self.scheduler.running) * ((tick - self._written_tick) // self.options.page_size + 1)
 
     def _has_plenty(self) -> bool:
-        """True if there are pages for all that may begin, whatever running sequences have taken meanwhile."""
+        """True if free pages do for all that may begin, whatever running sequences have taken meanwhile: none is evicted,
+        which would have to be in the order of the steps."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if len(waiting) > 8 and self.options.reuses_prefixes:
             return (
@@ -153,7 +153,7 @@ class JumpingReplica(SimulatedReplica):
         size, starting = self.options.page_size, waiting[: self.options.max_seqs - len(running)]
         needed = sum(len(sequence.tokens) // size + 2 for sequence in starting) + len(running)
         needed += sum(sequence.target // size + 1 - len(sequence.tables[0]) for sequence in self._prefilling)
-        return self._pool.num_available - self._most_pages(self._tick + 1) >= needed
+        return self._num_free - self._most_pages(self._tick + 1) >= needed
 
     def _take_inbox(self) -> None:
         if self._inbox and not self.scheduler.waiting:
@@ -163,9 +163,9 @@ class JumpingReplica(SimulatedReplica):
     def _plan(self, now: int) -> SimulatedFlight | None:
         self._is_short = False
         if self._needs_scheduler():
-            if self._may_evict(self._tick + 1) or not self._has_plenty():
-                return self._plan_by_scheduler(now)
-            return self._planned(now, self.scheduler.schedule_prompts(self._num_decoding))
+            if self._has_plenty():
+                return self._planned(now, self.scheduler.schedule_prompts(self._num_decoding))
+            return self._plan_by_scheduler(now)
         return self._sent_decodes(now, ()) if self._num_decoding else None
 
     def _plan_by_scheduler(self, now: int) -> SimulatedFlight | None:
@@ -265,13 +265,12 @@ class JumpingReplica(SimulatedReplica):
 
     def _write_before_release(self) -> None:
         """Idle pages must be evicted in the order of the steps: before others are released, if free ones may not do."""
-        if self._may_evict(self._tick):
+        if self._pool.num_idle and self._most_pages(self._tick) > self._num_free:
             self._write_sequences()
 
-    def _may_evict(self, tick: int) -> bool:
-        """True if what running sequences take until a tick may be more than the free pages."""
-        pool = self._pool
-        return pool.num_idle > 0 and self._most_pages(tick) > pool.num_available - pool.num_idle
+    @property
+    def _num_free(self) -> int:
+        return self._pool.num_available - self._pool.num_idle
 
     def _write_sequences(self) -> None:
         """Brings the running sequences' counts and pages up to the tick."""
