@@ -9,7 +9,7 @@ from starlette.responses import Response
 from jaxinfer.openai import answers
 from jaxinfer.server import types
 from jaxinfer.server.adapters import ServedAdapters
-from jaxinfer.server.errors import APIError, invalid_key, refused
+from jaxinfer.server.api_error import APIError, invalid_key, refused
 from jaxinfer.server.http import json_response, read_body, record_of
 from jaxinfer.server.openapi import Endpoint, RouteEntry
 from jaxinfer.server.service import Service

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapters import TooManyAdaptersError
-from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.api_error import APIError, refused
 from jaxinfer.server.folders import Folders
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.names import check_adapter_name

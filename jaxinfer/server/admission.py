@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from jaxinfer.server.errors import APIError
+from jaxinfer.server.api_error import APIError
 
 _NUM_REMEMBERED = 64  # ends of answers, from which the drain rate is estimated
 _MAX_RETRY_SECONDS = 120

@@ -13,18 +13,18 @@ from jaxinfer.engine.request import BegunAnswer
 from jaxinfer.openai.bodies import SamplingFields
 from jaxinfer.openai.requests import BoundRequest, TextRequest
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.api_error import APIError, refused
+from jaxinfer.server.connected import while_connected
 from jaxinfer.server.generation import AnswerForm, Generation
-from jaxinfer.server.http import EventStream, json_response, lease_for, record_of, while_connected, work_for
+from jaxinfer.server.http import EventStream, json_response, lease_for, record_of, work_for
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.resume import (
-    SENT_TOKENS,
-    TELL_TOKENS,
     StreamPosition,
     begun_answers,
     new_answer_id,
     request_digest,
 )
+from jaxinfer.server.sent_tokens import SENT_TOKENS, TELL_TOKENS
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_length
 

@@ -14,12 +14,13 @@ from jaxinfer.openai.bodies import ChatRequest, CompletionRequest, EmbeddingsReq
 from jaxinfer.openai.response_types import ResponseEvent
 from jaxinfer.server import ollama, ollama_models, types
 from jaxinfer.server.adapter_routes import ADAPTER_ROUTES
+from jaxinfer.server.api_error import APIError, unavailable
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.completions import chat_completions, completions
+from jaxinfer.server.connected import while_connected
 from jaxinfer.server.embeddings import embeddings, rerank, score
-from jaxinfer.server.errors import APIError, unavailable
 from jaxinfer.server.hidden_states import HIDDEN_STATES_ROUTES
-from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
+from jaxinfer.server.http import json_response, read_body, record_of, using
 from jaxinfer.server.message_types import Message, MessageEvent, TokenCount
 from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import Guard, open_paths

@@ -16,7 +16,7 @@ from jaxinfer.openai.bodies import ChatRequest, CompletionRequest, SamplingField
 from jaxinfer.openai.reader import read_chat, read_completion
 from jaxinfer.openai.writer import LogprobLists, chat_completion, chat_logprobs, completion, usage
 from jaxinfer.server.answering import answer, encode
-from jaxinfer.server.errors import APIError
+from jaxinfer.server.api_error import APIError
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import read_body
 from jaxinfer.server.resume import StreamPosition

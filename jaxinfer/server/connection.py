@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from jaxinfer.server.errors import unavailable
+from jaxinfer.server.api_error import unavailable
 from jaxinfer.server.options import ServerOptions
 
 HEAD_SECONDS = 30.0  # from the first byte of a request, or from connecting, to the end of its headers

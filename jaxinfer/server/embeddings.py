@@ -19,8 +19,10 @@ from jaxinfer.openai import answers, writer
 from jaxinfer.openai.bodies import EmbeddingsRequest
 from jaxinfer.openai.reader import check_number, options_of, read_inputs, truncates
 from jaxinfer.openai.requests import num_estimated
-from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
-from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using, while_connected
+from jaxinfer.server.api_error import APIError, refused, unavailable
+from jaxinfer.server.connected import while_connected
+from jaxinfer.server.errors import client_errors
+from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import RerankRequest, ScoreRequest

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from jaxinfer.server.errors import refused
+from jaxinfer.server.api_error import refused
 
 _MAX_PATH = 4096  # characters
 

@@ -12,11 +12,12 @@ from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import prompt_text, scored
 from jaxinfer.sampling.seeds import sample_seed
 from jaxinfer.server.admission import Ticket
-from jaxinfer.server.errors import APIError, refused, unavailable
+from jaxinfer.server.api_error import APIError, refused, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.models import Lease
 from jaxinfer.server.record import Record
-from jaxinfer.server.resume import SENT_TOKENS, Skipper, StreamPosition
+from jaxinfer.server.resume import Skipper, StreamPosition
+from jaxinfer.server.sent_tokens import SENT_TOKENS
 from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.reasoning import AnswerSplitter, prompt_end, starts_inside

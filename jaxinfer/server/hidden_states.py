@@ -11,8 +11,8 @@ from starlette.responses import Response
 from jaxinfer.engine.request import RequestOptions
 from jaxinfer.engine.results import RequestJob
 from jaxinfer.sampling import SamplingParams
+from jaxinfer.server.api_error import APIError, refused
 from jaxinfer.server.embeddings import run_requests
-from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.http import in_thread, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.openapi import RouteEntry

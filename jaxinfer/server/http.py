@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import heapq
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.openai import fields
 from jaxinfer.openai.errors import RequestError
+from jaxinfer.server.api_error import APIError, unavailable
 from jaxinfer.server.auth import OF_BROWSERS
-from jaxinfer.server.errors import APIError, as_api_error, unavailable
+from jaxinfer.server.connected import until_left, while_connected
+from jaxinfer.server.errors import as_api_error
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.record import RECORD, Record
-from jaxinfer.server.resume import SENT_TOKENS, split_sent_tokens
+from jaxinfer.server.sent_tokens import SENT_TOKENS, split_sent_tokens
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop
 
@@ -32,10 +34,6 @@ _FORM = "application/x-www-form-urlencoded"
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Result = TypeVar("Result")
-
-
-class ClientLeftError(Exception):
-    """The client closed its connection: no answer can be sent."""
 
 
 def record_of(scope: Scope) -> Record:
@@ -139,23 +137,6 @@ def _too_large(limit: int) -> APIError:
     return APIError(413, f"the body is larger than {limit:,} bytes")
 
 
-async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Awaits the work; cancels it, and raises ClientLeftError, when the client closes its connection. The body must
-    have been read."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_wait_for_leaving(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if watcher.done():
-            raise ClientLeftError
-        return task.result()
-    finally:
-        for future in (task, watcher):
-            if not future.done():
-                future.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
 async def lease_for(request: Request, service: Service, body: Any) -> Lease:
     """As `Service.lease`; a client that leaves waits for its model no more."""
     leases: list[Lease] = []
@@ -177,11 +158,6 @@ async def using(request: Request, service: Service, body: Any) -> AsyncIterator[
     """The model that a body names, for the block. Raises as `lease_for`."""
     with await lease_for(request, service, body) as model:
         yield model
-
-
-async def _wait_for_leaving(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
@@ -245,7 +221,7 @@ class EventStream(Response):
 
     async def _watch(self, task: "asyncio.Future[None]", receive: Receive, send: Send) -> None:
         """Returns when the events have been sent, or the client does not read them."""
-        leaving = asyncio.ensure_future(_wait_for_leaving(receive))
+        leaving = asyncio.ensure_future(until_left(receive))
         try:
             while True:
                 period = min(_KEEP_ALIVE_SECONDS, self._send_timeout)

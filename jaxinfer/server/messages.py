@@ -13,7 +13,8 @@ from jaxinfer.openai.reader import given, scheduling, structured_of
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.openai.writer import ending
 from jaxinfer.server.answering import answer, bind, continuing, named_event, reasoning_switch
-from jaxinfer.server.errors import APIError, client_errors, refused
+from jaxinfer.server.api_error import APIError, refused
+from jaxinfer.server.errors import client_errors
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
 from jaxinfer.server.models import ServedModel

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Sequence
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxinfer.server.api_error import APIError, invalid_key
 from jaxinfer.server.auth import Keys, key_in
-from jaxinfer.server.errors import APIError, as_api_error, invalid_key
-from jaxinfer.server.http import ClientLeftError
+from jaxinfer.server.connected import ClientLeftError
+from jaxinfer.server.errors import as_api_error
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.resume import new_answer_id

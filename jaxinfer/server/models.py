@@ -17,7 +17,7 @@ from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.weights import WeightsError
 from jaxinfer.openai.requests import TextModel
 from jaxinfer.server.admission import Admission
-from jaxinfer.server.errors import unavailable
+from jaxinfer.server.api_error import unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.names import check_adapter_name
 from jaxinfer.server.options import ServerOptions

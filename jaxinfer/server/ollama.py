@@ -15,9 +15,11 @@ from jaxinfer.openai.fields import check_neutral
 from jaxinfer.openai.reader import given, scheduling, structured_of
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.server.answering import answer, bind, continuing, encode, reasoning_switch
-from jaxinfer.server.errors import APIError, client_errors, refused
+from jaxinfer.server.api_error import APIError, refused
+from jaxinfer.server.connected import while_connected
+from jaxinfer.server.errors import client_errors
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
+from jaxinfer.server.http import json_response, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service

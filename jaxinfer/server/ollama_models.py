@@ -22,9 +22,10 @@ from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.models import Params
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import describe, num_parameters
+from jaxinfer.server.api_error import APIError, refused
+from jaxinfer.server.connected import while_connected
 from jaxinfer.server.embeddings import run_vectors
-from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
+from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama import LINES, error_line, known_name, time_text
 from jaxinfer.server.service import Service

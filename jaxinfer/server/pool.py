@@ -20,7 +20,8 @@ from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server.admission import Admission
-from jaxinfer.server.errors import APIError, drop_locals, load_error, unavailable
+from jaxinfer.server.api_error import APIError, unavailable
+from jaxinfer.server.errors import drop_locals, load_error
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import Catalogue, Lease, ModelNeeds, ModelSource, OneModel, ServedModel, bytes_together
 from jaxinfer.server.options import ServerOptions

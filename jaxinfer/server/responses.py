@@ -11,7 +11,7 @@ from jaxinfer.openai.bodies import ResponsesRequest
 from jaxinfer.openai.response_types import Item
 from jaxinfer.openai.responses import ResponseWriter, part, read_response
 from jaxinfer.server.answering import answer, named_event
-from jaxinfer.server.errors import APIError
+from jaxinfer.server.api_error import APIError
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import read_body
 from jaxinfer.server.resume import StreamPosition

@@ -8,7 +8,6 @@ A front hands over the token ids that were sent, too (`SENT_TOKENS`): they are t
 steps, and the answer goes on after them.
 """
 
-import array
 import hashlib
 import re
 import secrets
@@ -21,12 +20,9 @@ from typing import Any
 import msgspec
 
 from jaxinfer.engine.request import BegunAnswer
-from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.api_error import APIError, refused
+from jaxinfer.server.sent_tokens import SENT_TOKENS
 
-SENT_TOKENS = "x-jaxinfer-sent-tokens"
-"""A header: how many token ids of each choice, as 12,5, stand behind the body, each with 4 bytes, the lowest first."""
-TELL_TOKENS = "x-jaxinfer-tell-tokens"
-"""A header: comments in the stream shall tell the token ids of its choices."""
 _ID = re.compile(r"([0-9a-f]{24})\.([0-9a-f]{16})\.(\d{1,20})\.([0-9a-fx,-]{1,4096})")
 _NOT_CONTENT = (
     *("keep_alive", "stream", "stream_options", "seed", "user", "safety_identifier", "prompt_cache_key", "request_id"),
@@ -129,21 +125,6 @@ def request_digest(body: msgspec.Struct, fingerprint: str, key: str = "") -> str
     }
     data = msgspec.json.encode([type(body).__name__, fingerprint, content, *([key] if key else ())], order="sorted")
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def split_sent_tokens(data: bytes, counts: str) -> tuple[bytes, list[tuple[int, ...]]]:
-    """A body without the token ids behind it, and these. Raises APIError 400."""
-    if re.fullmatch(r"\d{1,9}(,\d{1,9}){0,4095}", counts) is None:
-        raise refused(SENT_TOKENS, f"{counts!r:.80} are no numbers of tokens such as 12,5")
-    numbers = [int(number) for number in counts.split(",")]
-    size = 4 * sum(numbers)
-    if size > len(data):
-        raise refused(SENT_TOKENS, f"{sum(numbers):,} tokens need {size:,} bytes, and the body has {len(data):,}")
-    ids, start, sent = array.array("i", data[len(data) - size :]), 0, []
-    for number in numbers:
-        sent.append(tuple(ids[start : start + number]))
-        start += number
-    return data[: len(data) - size], sent
 
 
 def begun_answers(position: StreamPosition, sent: Sequence[tuple[int, ...]]) -> list[BegunAnswer]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -10,20 +9,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from jaxinfer import progress
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.extras import install_hint
+from jaxinfer.server.api_error import unavailable
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys, read_admin_keys
 from jaxinfer.server.catalogue import locate, paths_of
-from jaxinfer.server.connection import limited_protocol
-from jaxinfer.server.errors import unavailable
+from jaxinfer.server.listening import FLUSH_SECONDS, QuietUvicorn, listen, uvicorn_for
 from jaxinfer.server.models import ModelSource, OneModel
 from jaxinfer.server.names import public_name
 from jaxinfer.server.options import ServerOptions
@@ -35,13 +32,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("jaxinfer.server")
 _POLL_SECONDS = 0.1
-_FLUSH_SECONDS = 2.0  # for the last events of streams that were ended
 
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _ENGINE_THREADS = ("jaxinfer engine", "jaxinfer-compile")  # that run a request's programs, and compile for them
 _COMPILED_AFTER = 1.0  # seconds without a program: several follow one another
 _LOOPBACK = "127.0.0.1"
-_BACKLOG = 2048  # connections that wait to be accepted
 
 OK, FAILED = 0, 1
 
@@ -158,28 +153,6 @@ def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
     return open_tracer(options.otlp_endpoint, name)
 
 
-def listen(host: str, port: int, send_timeout: float, *, is_shared: bool = False) -> socket.socket:
-    """A listening socket; several `is_shared` ones of one address get connections in turn. Raises OSError with the
-    address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Closing a connection waits until its client has read what was sent. The kernel gives up one that does not;
-        # the connections inherit this.
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_timeout * 1000))
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        hint = "; --port N takes another one, 0 a free one" if error.errno == errno.EADDRINUSE else ""
-        raise OSError(error.errno, f"cannot listen: {error.strerror}{hint}", f"{host}:{port}") from None
-    return listener
-
-
 class _Server:
     """One run. `error`: why a first model could not be loaded."""
 
@@ -270,9 +243,9 @@ class _Server:
             await asyncio.sleep(_POLL_SECONDS / 2)
         if service.generations:
             with contextlib.suppress(TimeoutError):  # a load that runs cannot be interrupted
-                async with asyncio.timeout(_FLUSH_SECONDS):
+                async with asyncio.timeout(FLUSH_SECONDS):
                     await service.models.close()  # every reader gets an abort, which its client is told
-            deadline = asyncio.get_running_loop().time() + _FLUSH_SECONDS
+            deadline = asyncio.get_running_loop().time() + FLUSH_SECONDS
             while service.generations and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(_POLL_SECONDS / 4)
 
@@ -308,32 +281,8 @@ class CompilationLog:
             self._since, self._is_said = None, False
 
 
-class QuietUvicorn(uvicorn.Server):
-    """Without its own handling of signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
 def make_uvicorn(
     service: Service, keys: Keys | None = None, admin_keys: Keys | None = None, *, for_admins: bool = False
 ) -> QuietUvicorn:
     """uvicorn for a service, to be given a listening socket. Arguments and errors as of `make_app`."""
     return uvicorn_for(make_app(service, keys, admin_keys, for_admins=for_admins), service.options)
-
-
-def uvicorn_for(app: ASGIApp, options: ServerOptions) -> QuietUvicorn:
-    """uvicorn for an application, with the limits on connections that the options have."""
-    config = uvicorn.Config(
-        app,
-        http=limited_protocol(options),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(_FLUSH_SECONDS),
-    )
-    return QuietUvicorn(config)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from jaxinfer.engine.request import Request as PreparedRequest
 from jaxinfer.openai.requests import CHARS_PER_TOKEN, check_timeout
 from jaxinfer.server.adapters import ServedAdapters
-from jaxinfer.server.errors import refused, unavailable
+from jaxinfer.server.api_error import refused, unavailable
 from jaxinfer.server.folders import Folders
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import AdaptedModel, Catalogue, Lease, OneModel, ServedModel

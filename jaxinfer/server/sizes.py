@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxinfer.openai.bodies import CompletionRequest
-from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.api_error import APIError, refused
 
 MAX_FIELD = 1 << 16  # characters and values of a field beside the prompt
 _SPARE_VALUES = 1 << 16

@@ -9,7 +9,8 @@ from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.reader import template_kwargs
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.server.answering import bind
-from jaxinfer.server.errors import APIError, client_errors
+from jaxinfer.server.api_error import APIError
+from jaxinfer.server.errors import client_errors
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.service import Service

@@ -15,7 +15,7 @@ from jaxinfer.api.live_weights import UPDATE_MODES
 from jaxinfer.openai import answers
 from jaxinfer.server import types
 from jaxinfer.server.adapter_routes import server_info
-from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.api_error import APIError, refused
 from jaxinfer.server.http import json_response, read_body, record_of
 from jaxinfer.server.openapi import Endpoint, RouteEntry
 from jaxinfer.server.service import Service

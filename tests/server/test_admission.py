@@ -6,8 +6,8 @@ import random
 import pytest
 
 from jaxinfer.server.admission import Admission
+from jaxinfer.server.api_error import APIError
 from jaxinfer.server.app import make_app
-from jaxinfer.server.errors import APIError
 from tests.server.asgi import Client
 from tests.server.conftest import is_idle, until
 

@@ -35,7 +35,7 @@ class Cutter:
             while data := await other_reader.read(1 << 16):
                 whole = passed + data
                 end = max(after, _first_event_end(whole))
-                is_cut = 0 < after and end <= len(whole)
+                is_cut = after > 0 and end <= len(whole)
                 writer.write(data[: end - len(passed)] if is_cut else data)
                 await writer.drain()
                 if is_cut:

@@ -77,7 +77,7 @@ def test_headers_without_an_end_are_cut_off_and_an_address_in_use_is_told():
             else:
                 received = connection.recv(100)
                 assert received.startswith(b"HTTP/1.1 400")
-        from jaxinfer.server.run import listen
+        from jaxinfer.server.listening import listen
 
         with pytest.raises(OSError, match="cannot listen"):
             listen("127.0.0.1", server.port, 1.0)

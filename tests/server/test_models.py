@@ -19,9 +19,9 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server import catalogue as catalogue_module
+from jaxinfer.server.api_error import APIError
 from jaxinfer.server.app import make_app
 from jaxinfer.server.catalogue import LocalModels, count_needs, resident_bytes
-from jaxinfer.server.errors import APIError
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import ModelNeeds, ModelSource, ServedModel
 from jaxinfer.server.options import ServerOptions, parse_bytes, parse_duration

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from jaxinfer.server.api_error import APIError
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
-from jaxinfer.server.errors import APIError
 from jaxinfer.server.resume import SentPart, Skipper, StreamPosition
 from tests.server.asgi import Client
 

@@ -10,7 +10,7 @@ from benchmarks.serving_overload import FLOOD, STEADY, Overload, OverloadOptions
 from benchmarks.serving_soak import Soak, SoakOptions, SoakReport, judge
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
-from jaxinfer.server.run import listen
+from jaxinfer.server.listening import listen
 from tests.server.conftest import is_idle
 from tests.server.test_bench_over_http import listening
 

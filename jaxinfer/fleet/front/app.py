@@ -11,9 +11,9 @@ from jaxinfer.fleet.front.connection import Headers
 from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.fleet.front.relay import FrontCounts, Relay
 from jaxinfer.fleet.front.replicas import FrontReplicas, ReplicaSet
-from jaxinfer.server.errors import APIError, as_api_error, unavailable
-from jaxinfer.server.http import ClientLeftError, while_connected
-from jaxinfer.server.resume import SENT_TOKENS
+from jaxinfer.server.api_error import APIError, failed, unavailable
+from jaxinfer.server.connected import ClientLeftError, while_connected
+from jaxinfer.server.sent_tokens import SENT_TOKENS
 
 _BODY_SECONDS = 60.0
 _POSTED = (
@@ -55,7 +55,7 @@ class FrontApp:
         except (ClientLeftError, ClientDisconnect):
             return
         except Exception as error:
-            await as_api_error(error).response(path)(scope, receive, send)
+            await failed(error).response(path)(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers: Headers = scope["headers"]

@@ -13,8 +13,8 @@ from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.fleet.front.replicas import FrontReplica, FrontReplicas
 from jaxinfer.fleet.front.sent import SentStream
 from jaxinfer.fleet.routing import block_keys
-from jaxinfer.server.errors import APIError, as_api_error, unavailable
-from jaxinfer.server.resume import SENT_TOKENS, TELL_TOKENS
+from jaxinfer.server.api_error import APIError, failed, unavailable
+from jaxinfer.server.sent_tokens import SENT_TOKENS, TELL_TOKENS
 
 _LOG = logging.getLogger("jaxinfer.fleet.front")
 _MOST_DEATHS = 2  # of replicas that answer a request, without anything new in between; then it is not tried again
@@ -89,7 +89,7 @@ class Relay:
             self._counts.given_up += 1
             if not self._has_started:
                 raise
-            await self._fail(as_api_error(error))
+            await self._fail(failed(error))
 
     async def _run(self) -> None:
         while (replica := await self._replicas.choose(self._keys, self._avoided)) is not None:

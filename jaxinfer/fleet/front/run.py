@@ -12,8 +12,8 @@ import uvloop
 from jaxinfer.fleet.front.app import FrontApp
 from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.fleet.front.replicas import ReplicaSet
+from jaxinfer.server.listening import listen, uvicorn_for
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.run import listen, uvicorn_for
 
 _LOG = logging.getLogger("jaxinfer.fleet.front")
 _POLL_SECONDS = 0.05

@@ -26,9 +26,9 @@ from jaxinfer.fleet.front.options import address_of
 from jaxinfer.fleet.ray_serve.choice import running_replicas
 from jaxinfer.fleet.ray_serve.options import FleetOptions
 from jaxinfer.fleet.ray_serve.replica import FRONT_KEY, log_to_stderr
-from jaxinfer.server.errors import APIError
+from jaxinfer.server.api_error import APIError
+from jaxinfer.server.listening import listen, uvicorn_for
 from jaxinfer.server.options import LOOPBACK, ServerOptions
-from jaxinfer.server.run import listen, uvicorn_for
 
 _LOG = logging.getLogger("jaxinfer.fleet.front")
 _AGAIN_SECONDS = 0.05  # after a replica was not reached through Ray

@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxinfer import compilation_cache
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.fleet.ray_serve.options import FleetOptions
+from jaxinfer.server.api_error import APIError
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.catalogue import locate, paths_of
-from jaxinfer.server.errors import APIError
+from jaxinfer.server.listening import listen, uvicorn_for
 from jaxinfer.server.models import ModelSource, OneModel
 from jaxinfer.server.names import public_name, split_name
-from jaxinfer.server.run import listen, uvicorn_for
 from jaxinfer.server.service import Service
 
 _LOG = logging.getLogger("jaxinfer.fleet.ray_serve")

@@ -143,8 +143,8 @@ class JumpingReplica(SimulatedReplica):
         return len(self.scheduler.running) * ((tick - self._written_tick) // self.options.page_size + 1)
 
     def _has_plenty(self) -> bool:
-        """True if free pages do for all that may begin, whatever running sequences have taken meanwhile: none is evicted,
-        which would have to be in the order of the steps."""
+        """True if free pages do for all that may begin, whatever running sequences have taken meanwhile: pages would be
+        evicted in the order of the steps."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if len(waiting) > 8 and self.options.reuses_prefixes:
             return (

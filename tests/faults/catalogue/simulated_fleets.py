@@ -26,8 +26,8 @@ FAULTS = (
     Fault(
         "simulate/pages-are-evicted-out-of-order",
         "jaxinfer/fleet/simulate/jumps.py",
-        "return pool.num_idle > 0 and ",
-        "return False and ",
+        "return self._num_free - self._most_pages",
+        "return self._pool.num_available - self._most_pages",
         (EQUAL,),
         "prefixes are cached that the engine has given away",
     ),
