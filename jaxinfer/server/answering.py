@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.engine.request import BegunAnswer
+from jaxinfer.engine.request import BegunAnswer, StreamDelta
 from jaxinfer.openai.bodies import SamplingFields
 from jaxinfer.openai.requests import BoundRequest, TextRequest
 from jaxinfer.sampling import SamplingParams
@@ -27,6 +27,8 @@ from jaxinfer.server.resume import (
 from jaxinfer.server.sent_tokens import SENT_TOKENS, TELL_TOKENS
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_length
+from jaxinfer.server.types import OllamaOptions, OllamaRequest
+from jaxinfer.tool_calls import ToolCallDelta
 
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 _MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
@@ -55,7 +57,7 @@ async def answer(
     record_of(request.scope).is_stream = is_stream
     lease = await lease_for(request, service, body)
     try:
-        generation, position = await _begin(request, service, lease, body, read)
+        generation, position = await _begin(request, service, lease, body, read, is_stream)
     except BaseException:
         lease.release()
         raise
@@ -76,6 +78,7 @@ async def _begin(
     lease: Lease,
     body: Any,
     read_request: Callable[[ServedModel], TextRequest],
+    is_stream: bool,
 ) -> tuple[Generation, StreamPosition]:
     """A prepared generation, which the caller closes, and where its stream begins: later, where the client resumes
     one."""
@@ -85,7 +88,7 @@ async def _begin(
         digest = request_digest(body, model.fingerprint, record.key)
         resumed = _resumed(request, model, body, digest)
         if resumed is not None:
-            body.seed = resumed.seed
+            _set_seed(body, resumed.seed)
         job = bind(request, service, body, read_request, model)
         if service.options.log_prompts:
             record.prompt = repr(job.asked.messages or job.asked.prompts)[:10_000]
@@ -98,9 +101,9 @@ async def _begin(
     if resumed is not None and len(resumed.choices) != job.num_answers:
         raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
-    begun = None if record.sent_tokens is None else _begun(model, body, job, resumed, record.sent_tokens)
+    resumed = resumed if is_stream else None
+    begun = None if record.sent_tokens is None else _begun(model, job, resumed, record.sent_tokens)
     tells = service.options.accept_sent_tokens and TELL_TOKENS in request.headers
-    resumed = resumed if body.stream else None
     generation = Generation(service, lease, job, record, resumed, begun=begun, tells_tokens=tells)
     record.received_seconds = time.perf_counter() - record.start
     try:
@@ -154,15 +157,13 @@ def _resumed(request: Request, model: ServedModel, body: Any, digest: str) -> St
     text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
     if not text:
         return None
-    if not isinstance(body, SamplingFields):
-        raise refused("Last-Event-ID", "streams of this route cannot be resumed, those of /v1/chat/completions can")
     if not model.is_resumable:
         raise APIError(
             409, "acceptance=maximal promises no equal answers, so none can be resumed", code="not_resumable"
         )
     position = StreamPosition.read(text)
-    if body.seed not in (None, position.seed):
-        raise refused("seed", f"seed={body.seed}, but the stream to be resumed has seed {position.seed}")
+    if (seed := _seed_of(body)) not in (None, position.seed):
+        raise refused("seed", f"seed={seed}, but the stream to be resumed has seed {position.seed}")
     if position.digest != digest:
         raise APIError(
             409,
@@ -173,15 +174,25 @@ def _resumed(request: Request, model: ServedModel, body: Any, digest: str) -> St
     return position
 
 
+def _seed_of(body: Any) -> int | None:
+    return (body.options or OllamaOptions()).seed if isinstance(body, OllamaRequest) else body.seed
+
+
+def _set_seed(body: Any, seed: int) -> None:
+    if isinstance(body, OllamaRequest):
+        body.options = msgspec.structs.replace(body.options or OllamaOptions(), seed=seed)
+    else:
+        body.seed = seed
+
+
 def _begun(
     model: ServedModel,
-    body: Any,
     job: BoundRequest,
     resumed: StreamPosition | None,
     sent: Sequence[tuple[int, ...]],
 ) -> list[BegunAnswer]:
     """The beginnings of a stream's choices. Raises APIError where it cannot go on after them."""
-    if resumed is None or not body.stream:
+    if resumed is None:
         raise refused(SENT_TOKENS, "tokens that were sent need the event's id, Last-Event-ID, and a stream")
     if job.asked.num_kept is not None:
         raise refused(SENT_TOKENS, "the request wants no tokens of its answer, so none were sent")
@@ -236,3 +247,15 @@ def reasoning_switch(wanted: bool, model: ServedModel, name: str, about: str) ->
 def named_event(name: str, /, **fields: Any) -> bytes:
     """An event of Anthropic's or of the responses API, whose name is its type too."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
+
+
+def with_position(
+    events: Sequence[bytes],
+    position: StreamPosition,
+    delta: StreamDelta,
+    reasoning: str = "",
+    call: ToolCallDelta | None = None,
+) -> bytes:
+    """Events of what is new of an answer, which a client has all or none of: the last has their id."""
+    position.count(delta, reasoning, call)
+    return b"".join((*events[:-1], position.event_id(), events[-1])) if events else b""

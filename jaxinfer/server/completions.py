@@ -92,6 +92,9 @@ class _Form:
             chunks += position.end(index) + b"%b%d%b%b" % (self._start, index, self.empty, rest)
         return chunks
 
+    def pass_over(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> None:
+        """No chunk depends on the chunks before it."""
+
     def finish(self) -> bytes:
         told = b""
         if (coordinates := self._generation.coordinates) is not None:

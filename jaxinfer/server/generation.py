@@ -41,6 +41,10 @@ class AnswerForm(Protocol):
         call; then its end."""
         ...
 
+    def pass_over(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> None:
+        """The part of what is new that the client has already: no event is made of it."""
+        ...
+
     def finish(self) -> bytes:
         """Events after the last choice has ended."""
         ...
@@ -129,6 +133,11 @@ class Generation:
         return self._begun or ()
 
     @property
+    def tells_tokens(self) -> bool:
+        """True if a front reads the stream, which takes comments out of it."""
+        return self._num_told is not None
+
+    @property
     def is_resumed(self) -> bool:
         """True if the client has the beginning."""
         return self._skippers is not None
@@ -163,7 +172,7 @@ class Generation:
                 if is_plain:
                     chunk += form.add(delta)
                 else:
-                    chunk += b"".join(form.add(*arguments) for arguments in self._shown(delta, readers))
+                    chunk += b"".join(form.add(*arguments) for arguments in self._shown(form, delta, readers))
             if chunk:
                 yield chunk
         self._end()
@@ -185,7 +194,7 @@ class Generation:
             text = prompt_text(request.text, request.token_ids, self.tokenizer, skips)
             delta = StreamDelta(index, text, [])
             if self._skippers is not None:
-                delta, *_ = self._skip(delta, "", None)
+                delta, *_ = self._skip(form, delta, "", None)
             if delta.text:
                 chunks += form.add(delta)
         return chunks
@@ -211,7 +220,9 @@ class Generation:
         assert tags is not None
         return AnswerSplitter(tags, is_inside, self._hidden)
 
-    def _shown(self, delta: StreamDelta, readers: Mapping[int, AnswerSplitter | AnswerReader]) -> list[Shown]:
+    def _shown(
+        self, form: AnswerForm, delta: StreamDelta, readers: Mapping[int, AnswerSplitter | AnswerReader]
+    ) -> list[Shown]:
         """A delta with its reasoning and calls apart, and without what the client has."""
         if self.job.asked.num_kept is not None:
             delta = replace(delta, text="", token_ids=[], logprobs=None)
@@ -224,9 +235,9 @@ class Generation:
             shown = [(replace(delta, text=text), reasoning, None)]
         else:
             shown = [(delta, "", None)]
-        return shown if self._skippers is None else [self._skip(*arguments) for arguments in shown]
+        return shown if self._skippers is None else [self._skip(form, *arguments) for arguments in shown]
 
-    def _skip(self, delta: StreamDelta, reasoning: str, call: ToolCallDelta | None) -> Shown:
+    def _skip(self, form: AnswerForm, delta: StreamDelta, reasoning: str, call: ToolCallDelta | None) -> Shown:
         assert self._skippers is not None
         skipper, end = self._skippers[delta.index], delta.finish_reason
         called = "" if call is None else text_of(call)
@@ -234,16 +245,22 @@ class Generation:
         if end is not None:
             skipper.check_end()
         num_reasoning = min(num_chars, len(reasoning))
+        num_text = min(num_chars - num_reasoning, len(delta.text))
+        known = replace(delta, text=delta.text[:num_text], token_ids=delta.token_ids[:num_tokens], finish_reason=None)
+        known_call: ToolCallDelta | None = None
+        if call is not None and num_chars:  # the event of a call's name was sent whole
+            known_call = call if call.name is not None else replace(call, arguments=call.arguments[:num_chars])
+            call = None if call.name is not None else replace(call, arguments=call.arguments[num_chars:])
+            call = call if call is not None and call.arguments else None
+        if num_chars:
+            form.pass_over(known, reasoning[:num_reasoning], known_call)
         delta = replace(
             delta,
-            text=delta.text[num_chars - num_reasoning :],
+            text=delta.text[num_text:],
             token_ids=delta.token_ids[num_tokens:],
             logprobs=None if delta.logprobs is None else delta.logprobs[num_tokens:],
             finish_reason=None if skipper.has_ended else end,
         )
-        if call is not None and num_chars:  # the event of a call's name was sent whole
-            call = replace(call, arguments=call.arguments[num_chars:]) if call.name is None else None
-            call = call if call is not None and call.arguments else None
         return delta, reasoning[num_reasoning:], call
 
     async def _submit(self) -> "AnswerStream | MergedStreams":

@@ -12,7 +12,7 @@ from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.openai.reader import given, scheduling, structured_of
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.openai.writer import ending
-from jaxinfer.server.answering import answer, bind, continuing, named_event, reasoning_switch
+from jaxinfer.server.answering import answer, bind, continuing, named_event, reasoning_switch, with_position
 from jaxinfer.server.api_error import APIError, refused
 from jaxinfer.server.errors import client_errors
 from jaxinfer.server.generation import Generation
@@ -192,7 +192,7 @@ class _MessageForm:
     """A message, or the events of its blocks, one after another."""
 
     def __init__(self, body: MessagesRequest, generation: Generation, position: StreamPosition):
-        self._generation = generation
+        self._generation, self._position = generation, position
         about = {"id": f"msg_{position.answer_id}", "model": generation.model.name}
         self._message = {**about, "type": "message", "role": "assistant"}
         self._ending: dict[str, Any] = {}
@@ -213,39 +213,48 @@ class _MessageForm:
         return named_event("error", error=error.anthropic()["error"])
 
     def begin(self) -> bytes:
+        if self._generation.is_resumed:
+            return b""
         usage = {"input_tokens": self._generation.requests[0].num_prompt, "output_tokens": 0}
         message = {**self._message, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        return named_event("message_start", message=message) + named_event("ping")
+        return named_event("message_start", message=message) + self._position.event_id() + named_event("ping")
 
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         if delta.finish_reason is not None:
             self._ending = _ending(delta.finish_reason, delta.stop_reason)
-        events = self._extend("thinking", reasoning) if reasoning else b""
+        return with_position(self._events(delta, reasoning, call), self._position, delta, reasoning, call)
+
+    def pass_over(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> None:
+        """The blocks are open, or complete, that the client has."""
+        self._events(delta, reasoning, call)
+
+    def finish(self) -> bytes:
+        events = self._open("text", _block("text", "")) if self._kind is None else []
+        (output,) = self._generation.outputs
+        ending = named_event("message_delta", delta=self._ending, usage=_usage(output))
+        return b"".join((*events, self._stop(), ending, named_event("message_stop")))
+
+    def _events(self, delta: StreamDelta, reasoning: str, call: ToolCallDelta | None) -> list[bytes]:
+        events = self._extend("thinking", reasoning) if reasoning else []
         if delta.text:
             events += self._extend("text", delta.text)
         if call is not None and call.name is not None:
             events += self._open(call.index, _call_block(call, {}))
         if call is not None and call.arguments:
-            events += self._delta("input_json_delta", partial_json=call.arguments)
+            events.append(self._delta("input_json_delta", partial_json=call.arguments))
         return events
 
-    def finish(self) -> bytes:
-        events = self._open("text", _block("text", "")) if self._kind is None else b""
-        (output,) = self._generation.outputs
-        events += self._stop() + named_event("message_delta", delta=self._ending, usage=_usage(output))
-        return events + named_event("message_stop")
-
-    def _extend(self, kind: str, text: str) -> bytes:
-        opening = self._open(kind, _block(kind, "")) if kind != self._kind else b""
-        return opening + self._delta(f"{kind}_delta", **{kind: text})
+    def _extend(self, kind: str, text: str) -> list[bytes]:
+        opening = self._open(kind, _block(kind, "")) if kind != self._kind else []
+        return [*opening, self._delta(f"{kind}_delta", **{kind: text})]
 
     def _delta(self, kind: str, **fields: str) -> bytes:
         return named_event("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
-    def _open(self, kind: str | int, block: Mapping[str, Any]) -> bytes:
-        closing = b"" if self._kind is None else self._stop()
+    def _open(self, kind: str | int, block: Mapping[str, Any]) -> list[bytes]:
+        closing = [] if self._kind is None else [self._stop()]
         self._index, self._kind = self._index + 1, kind
-        return closing + named_event("content_block_start", index=self._index, content_block=block)
+        return [*closing, named_event("content_block_start", index=self._index, content_block=block)]
 
     def _stop(self) -> bytes:
         return named_event("content_block_stop", index=self._index)

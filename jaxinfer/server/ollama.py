@@ -205,7 +205,7 @@ class _Lines:
     """The lines of /api/generate, of which an answer that is no stream is the last."""
 
     def __init__(self, body: object, generation: Generation, position: StreamPosition):
-        self._generation = generation
+        self._generation, self._position = generation, position
         self._reason = "stop"
         self._call: list[str] = []  # the name of one that is being written, and its arguments
 
@@ -219,12 +219,25 @@ class _Lines:
         return self._last(self.message(answer.text, answer.reasoning or "", calls), _reason(answer.finish_reason))
 
     def error_event(self, error: APIError) -> bytes:
-        return error_line(error)
+        is_gone = error.status == 503 and self._generation.tells_tokens
+        return (b":unavailable\n" if is_gone else b"") + error_line(error)
 
     def begin(self) -> bytes:
         return b""
 
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
+        self._position.count(delta, reasoning, call)
+        calls = self._finished_calls(delta, call)
+        if not (delta.text or reasoning or calls):
+            return b""
+        line = encode({**self._about(), **self.message(delta.text, reasoning, calls), "done": False}) + b"\n"
+        return b":%b%b" % (self._position.event_id(), line) if self._generation.tells_tokens else line
+
+    def pass_over(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> None:
+        """Of a call that is not complete the client has nothing."""
+        self._finished_calls(delta, call)
+
+    def _finished_calls(self, delta: StreamDelta, call: ToolCallDelta | None) -> list[dict[str, Any]]:
         calls = []
         if call is not None:
             if call.name is not None:
@@ -234,9 +247,7 @@ class _Lines:
         if delta.finish_reason is not None:
             self._reason = _reason(delta.finish_reason)
             calls += self._take_call()
-        if not (delta.text or reasoning or calls):
-            return b""
-        return encode({**self._about(), **self.message(delta.text, reasoning, calls), "done": False}) + b"\n"
+        return calls
 
     def finish(self) -> bytes:
         return encode(self._last(self.message("", "", []), self._reason)) + b"\n"

@@ -19,11 +19,12 @@ from typing import Any
 
 import msgspec
 
-from jaxinfer.engine.request import BegunAnswer
+from jaxinfer.engine.request import BegunAnswer, StreamDelta
 from jaxinfer.server.api_error import APIError, refused
 from jaxinfer.server.sent_tokens import SENT_TOKENS
+from jaxinfer.tool_calls import ToolCallDelta, text_of
 
-_ID = re.compile(r"([0-9a-f]{24})\.([0-9a-f]{16})\.(\d{1,20})\.([0-9a-fx,-]{1,4096})")
+_ID = re.compile(r"([0-9a-f]{24})\.([0-9a-f]{16})\.(\d{1,20})\.([0-9a-fx,-]{1,4096})(?:\.(\d{1,9}))?")
 _NOT_CONTENT = (
     *("keep_alive", "stream", "stream_options", "seed", "user", "safety_identifier", "prompt_cache_key", "request_id"),
     *("prompt_cache_retention", "prompt_cache_options", "metadata", "priority", "timeout", "cache_salt"),
@@ -62,11 +63,15 @@ class StreamPosition:
     Args:
       answer_id: of the stream, the same after it is resumed. digest: of the request and the model.
       seed: of the request.
+
+    Attributes:
+      num_events: that were sent, where they are numbered; None where they are not.
     """
 
     def __init__(self, answer_id: str, digest: str, seed: int, num_choices: int):
         self.answer_id, self.digest, self.seed = answer_id, digest, seed
         self.choices = [SentPart() for _ in range(num_choices)]
+        self.num_events: int | None = None
         self._head = f"{answer_id}.{digest}.{seed}."
 
     @property
@@ -83,6 +88,11 @@ class StreamPosition:
         # As `event_id` writes it, without its calls: for every token they take 8 microseconds.
         return f"id: {self._head}{choice.num_tokens:x}-{choice.num_chars:x}-{choice.checksum:x}\n".encode()
 
+    def count(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> None:
+        """Counts what is sent of a choice, all together."""
+        called = "" if call is None else text_of(call)
+        self.choices[delta.index].add(reasoning + delta.text + called, len(delta.token_ids))
+
     def end(self, index: int) -> bytes:
         """The end of a choice is sent; returns the line with the id of its event."""
         self.choices[index].has_ended = True
@@ -93,7 +103,8 @@ class StreamPosition:
         return f"id: {self}\n".encode()
 
     def __str__(self) -> str:
-        return self._head + ",".join(map(str, self.choices))
+        numbered = "" if self.num_events is None else f".{self.num_events}"
+        return self._head + ",".join(map(str, self.choices)) + numbered
 
     @classmethod
     def read(cls, text: str) -> "StreamPosition":
@@ -107,6 +118,7 @@ class StreamPosition:
             raise APIError(400, f"{text!r:.80} is no id of an event of this server", param="Last-Event-ID") from None
         position = cls(match[1], match[2], int(match[3]), len(choices))
         position.choices = choices
+        position.num_events = None if match[5] is None else int(match[5])
         return position
 
 

@@ -129,15 +129,6 @@ def test_answers_that_depend_on_what_else_runs_are_not_resumable(make_service, c
     asyncio.run(ask())
 
 
-def test_other_routes_refuse_to_resume(client):
-    async def ask():
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-        assert (await client.post("/v1/messages", body, last_event_id="x")).status == 400
-        assert (await client.post("/v1/responses", {"input": "a"}, last_event_id="x")).status == 400
-
-    asyncio.run(ask())
-
-
 def test_skipping_does_not_depend_on_the_pieces():
     generator = random.Random(3)
     text = "some text, ünd möre of it"

@@ -11,17 +11,19 @@ from starlette.types import Send
 from jaxinfer.fleet.front.connection import Headers, NotReachedError, ReplicaConnection, ReplicaLostError
 from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.fleet.front.replicas import FrontReplica, FrontReplicas
-from jaxinfer.fleet.front.sent import SentStream
+from jaxinfer.fleet.front.sent import SentLines, SentStream
 from jaxinfer.fleet.routing import block_keys
 from jaxinfer.server.api_error import APIError, failed, unavailable
 from jaxinfer.server.sent_tokens import SENT_TOKENS, TELL_TOKENS
 
 _LOG = logging.getLogger("jaxinfer.fleet.front")
 _MOST_DEATHS = 2  # of replicas that answer a request, without anything new in between; then it is not tried again
-_UNAVAILABLE = b'"type":"%b"' % unavailable("", 1).type.encode()
 _ROOM_SECONDS = 0.5  # until replicas whose queues are full are asked again
 _LAST_SECONDS = 1.0  # for the last bytes of a stream whose end has come
-_CONTINUED = ("/v1/chat/completions", "/v1/completions")  # whose events have ids
+_CONTINUED = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"), SentStream),
+    **dict.fromkeys(("/api/chat", "/api/generate"), SentLines),
+}
 _OF_A_CONNECTION = frozenset(
     (
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"),
@@ -68,7 +70,7 @@ class Relay:
         self._replicas, self._options, self._counts, self._send = replicas, options, counts, send
         self._method, self._path, self._target, self._body = method, path, target, body
         self._headers = [(name, value) for name, value in headers if name not in _OF_A_REQUEST]
-        self._sent = SentStream() if method == "POST" and path in _CONTINUED else None
+        self._sent = _CONTINUED[path]() if method == "POST" and path in _CONTINUED else None
         if self._sent is not None:
             self._headers.append((TELL_TOKENS.encode(), b"1"))
         self._has_started = False  # the status was sent
@@ -142,7 +144,8 @@ class Relay:
         if sent is None or not self._has_started:
             return self._headers, (self._body,)
         if sent.last_id is None:  # the client knows nothing but the seed
-            return self._headers, (_with_seed(self._body, self._seed),)
+            is_ollama = self._path.startswith("/api/")
+            return self._headers, (_with_seed(self._body, self._seed, "options" if is_ollama else None),)
         headers = [(name, value) for name, value in self._headers if name not in _POSITION]
         headers.append((_POSITION[0], sent.last_id))
         tokens = sent.tokens() if self._takes_tokens else None
@@ -196,7 +199,7 @@ class Relay:
                 return await self._pass_whole(connection)
             self._is_stream = True
             connection.expect_bytes(self._options.stall_timeout)
-            if self._sent is not None and headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+            if self._sent is not None and headers.get(b"content-type", b"").startswith(self._sent.media_type):
                 return await self._pass_events(connection, self._sent)
             self._sent = None
             while data := await connection.read():
@@ -270,7 +273,7 @@ class Relay:
                 await self._pass(passed)
                 if sent.num_events > num_events:
                     self._num_deaths = 0
-        if sent.error is not None and _is_unavailable(sent.error):
+        if sent.is_unavailable:
             raise ReplicaLostError("it ended the stream: it is going away")
         if sent.error is None and not sent.is_done:
             raise ReplicaLostError("its stream had no end", True)
@@ -319,21 +322,18 @@ async def _whole(connection: ReplicaConnection) -> bytes:
     return b"".join(parts)
 
 
-def _is_unavailable(event: bytes) -> bool:
-    """True if an error event says that the server, not the request, is the reason."""
-    return _UNAVAILABLE in event
-
-
 def _number(text: bytes | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
-def _with_seed(body: bytes, seed: int | None) -> bytes:
-    """The body with the seed that its client was told, where it has none."""
+def _with_seed(body: bytes, seed: int | None, within: str | None) -> bytes:
+    """The body with the seed that its client was told, where it has none; `within`: the field whose field it is."""
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.MsgspecError:
+        fields = msgspec.json.decode(body)
+        options = fields if within is None else fields.get(within) or {}
+        if seed is None or options.get("seed") is not None:
+            return body
+    except (msgspec.MsgspecError, AttributeError):
         return body
-    if seed is None or bytes(fields.get("seed", b"null")) != b"null":
-        return body
-    return msgspec.json.encode({**fields, "seed": seed})
+    options = {**options, "seed": seed}
+    return msgspec.json.encode(options if within is None else {**fields, within: options})
