@@ -24,14 +24,14 @@ def test_streams_of_all_kinds_outlive_kills_of_replicas(tmp_path):
         await fleet.until_ready()
         expected = await expected_answers(fleet, KINDS)
         killed = [KilledReplica(fleet, number) for number in range(3)]
-        answers = await watched([fleet.port], KINDS, expected, killed, NUM_KILLS, NUM_STREAMS)
-        return answers, await fleet.metrics(), sum(one.num_kills for one in killed)
+        answers, delays = await watched([fleet.port], KINDS, expected, killed, NUM_KILLS, NUM_STREAMS)
+        return answers, delays, await fleet.metrics(), sum(one.num_kills for one in killed)
 
     try:
-        answers, metrics, num_kills = uvloop.run(everything())
+        answers, delays, metrics, num_kills = uvloop.run(everything())
     finally:
         fleet.close()
-    told(answers, metrics, num_kills)
+    told(answers, delays, metrics, num_kills)
     assert num_kills == NUM_KILLS
     assert len(answers) > 5 * NUM_KILLS
     assert not any(answer.num_breaks for answer in answers)
