@@ -18,10 +18,12 @@ import uvloop
 
 from tests.fleet.front.fakes import ask, front
 from tests.server.test_begun_answers import joined
+from tests.server.test_continued_forms import read as read_form
 from tests.server.test_resume import content
-from tests.server.test_tools import TOOLS, gathered
+from tests.server.test_tools import ANTHROPIC, TOOLS, gathered
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES, OLLAMA = "/v1/messages", "/v1/responses", "/api/chat"
 SERVER = """
 import json
 import sys
@@ -53,6 +55,9 @@ KINDS = (
     (CHAT, {**ASK, "max_tokens": 80, "response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}}}),
     (CHAT, {**ASK, **USAGE, "max_tokens": 80, "tools": TOOLS, "tool_choice": "required"}),
     (COMPLETIONS, {**BODY, "stream": False}),
+    (MESSAGES, {**ASK, "max_tokens": 80, "tools": ANTHROPIC, "tool_choice": {"type": "any"}}),
+    (RESPONSES, {"input": "read a file", "stream": True, "max_output_tokens": 100}),
+    (OLLAMA, {**ASK, "model": "tiny", "options": {"num_predict": 100}}),
 )
 MOST_DELAY = 1.5  # seconds at the 99th percentile, beside one prefill: 1 to see that a server is gone
 
@@ -156,7 +161,13 @@ class Answer:
 
 
 async def answered(port, path, body, seed):
-    return await Answer([port], path, {**body, "seed": seed}).run()
+    return await Answer([port], path, seeded(body, seed)).run()
+
+
+def seeded(body, seed):
+    if "options" in body:
+        return {**body, "options": {**body["options"], "seed": seed}}
+    return {**body, "seed": seed}
 
 
 def read(path, body, answer):
@@ -166,6 +177,12 @@ def read(path, body, answer):
     if not body["stream"]:
         whole = json.loads(text)
         return whole["choices"], whole["usage"]["completion_tokens"]
+    if path not in (COMPLETIONS, CHAT):
+        ids = set(re.findall(r"(?:msg|resp|rs|fc)_([0-9a-f]{24})", text))
+        assert len(ids) == (path != OLLAMA)
+        for answer_id in ids:
+            text = text.replace(answer_id, "")
+        return read_form(re.sub(r'"created_at":\d+', '"created_at":0', text).encode())
     assert ":tokens" not in text
     assert text.endswith("data: [DONE]\n\n"), text[-500:]
     events = [
@@ -238,7 +255,7 @@ async def watched(ports, kinds, expected, killed, num_kills, num_streams, *, pau
             await may_begin.wait()
             kind, seed = pairs[(number + len(answers)) % len(pairs)]
             path, body = kinds[kind]
-            answer = Answer(ports[number % len(ports) :] + ports[: number % len(ports)], path, {**body, "seed": seed})
+            answer = Answer(ports[number % len(ports) :] + ports[: number % len(ports)], path, seeded(body, seed))
             delays.running.add(answer)
             own = read(path, body, await answer.run())
             delays.running.discard(answer)
