@@ -38,7 +38,9 @@ compilation_cache.enable()
 def open_engine():
     adapters = {"first": make_adapter(1)}
     own = {**OPTIONS, **json.loads(sys.argv[1])}
-    return AsyncEngine(tiny_model(), tool_parser="hermes", adapters=adapters, max_adapter_rank=8, **own)
+    engine = AsyncEngine(tiny_model(), tool_parser="hermes", adapters=adapters, max_adapter_rank=8, **own)
+    engine.llm.warm_up()  # as `jaxinfer serve` does: nothing is compiled while streams wait
+    return engine
 
 options = ServerOptions(port=int(sys.argv[2]), drain_timeout=0, accept_sent_tokens=True)
 sys.exit(run_server(options, "tiny", open_engine, on_listening=lambda url: print(url, flush=True)))
