@@ -42,7 +42,7 @@ def test_streams_outlive_kills_under_ray(model_path, tmp_path):
     from tests.fleet.ray_serve.fleets import Fleet, KilledReplica
 
     values = {"model": str(model_path("smollm2")), "options": SIZES, "num_replicas": 3, "placement": {"num_cpus": 0.2}}
-    fleet = Fleet(tmp_path, {**values, "server": {"lazy": True}}, XLA_FLAGS="")  # programs of the first start are kept
+    fleet = Fleet(tmp_path, values, XLA_FLAGS="")
 
     async def everything():
         await fleet.until_ready()

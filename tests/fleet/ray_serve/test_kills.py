@@ -17,8 +17,7 @@ NUM_STREAMS = 12
 
 def test_streams_of_all_kinds_outlive_kills_of_replicas(tmp_path):
     options = {**LLM_OPTIONS, "max_seqs": 8, "num_pages": 200}  # two take the streams of three
-    server = {"served_model_name": "tiny", "lazy": True}  # programs are in the cache of the first start
-    fleet = tiny_fleet(tmp_path, options=options, server=server)
+    fleet = tiny_fleet(tmp_path, options=options)
 
     async def everything():
         await fleet.until_ready()
