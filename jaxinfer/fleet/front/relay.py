@@ -144,8 +144,7 @@ class Relay:
         if sent is None or not self._has_started:
             return self._headers, (self._body,)
         if sent.last_id is None:  # the client knows nothing but the seed
-            is_ollama = self._path.startswith("/api/")
-            return self._headers, (_with_seed(self._body, self._seed, "options" if is_ollama else None),)
+            return self._headers, (_with_seed(self._body, self._seed, is_ollama=self._path.startswith("/api/")),)
         headers = [(name, value) for name, value in self._headers if name not in _POSITION]
         headers.append((_POSITION[0], sent.last_id))
         tokens = sent.tokens() if self._takes_tokens else None
@@ -326,14 +325,14 @@ def _number(text: bytes | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
-def _with_seed(body: bytes, seed: int | None, within: str | None) -> bytes:
-    """The body with the seed that its client was told, where it has none; `within`: the field whose field it is."""
+def _with_seed(body: bytes, seed: int | None, *, is_ollama: bool) -> bytes:
+    """The body with the seed that its client was told, where it has none."""
     try:
         fields = msgspec.json.decode(body)
-        options = fields if within is None else fields.get(within) or {}
-        if seed is None or options.get("seed") is not None:
+        seeded = (fields.get("options") or {}) if is_ollama else fields
+        if seed is None or seeded.get("seed") is not None:
             return body
     except (msgspec.MsgspecError, AttributeError):
         return body
-    options = {**options, "seed": seed}
-    return msgspec.json.encode(options if within is None else {**fields, within: options})
+    seeded = {**seeded, "seed": seed}
+    return msgspec.json.encode({**fields, "options": seeded} if is_ollama else seeded)

@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 RELAY = "tests/fleet/front/test_relay.py::"
+CONTINUED = "tests/server/test_continued_forms.py::test_a_stream_through_a_break_is_a_whole_one"
 BEGUN = "tests/server/test_begun_answers.py::"
 
 FAULTS = (
@@ -41,16 +42,16 @@ FAULTS = (
     Fault(
         "front/another-seed-after-the-headers",
         "jaxinfer/fleet/front/relay.py",
-        "(_with_seed(self._body, self._seed),)",
+        '(_with_seed(self._body, self._seed, is_ollama=self._path.startswith("/api/")),)',
         "(self._body,)",
         (RELAY + "test_before_the_first_event_the_request_is_sent_again",),
         "the answer is of another seed than the one in its headers",
     ),
     Fault(
         "front/servers-that-go-end-their-streams",
-        "jaxinfer/fleet/front/relay.py",
-        "return _UNAVAILABLE in event",
-        "return False",
+        "jaxinfer/fleet/front/sent.py",
+        "any(kind in self.error for kind in _UNAVAILABLE)",
+        "False",
         (RELAY + "test_another_replica_goes_on_after_the_last_whole_event[drains]",),
         "the streams of a server that is shut down end with an error",
     ),
@@ -125,5 +126,45 @@ FAULTS = (
         "if name == b'']",
         (RELAY + "test_conversations_stay_where_they_are_cached",),
         "requests go where another caller's prompt is cached, which they cannot use",
+    ),
+    Fault(
+        "front/events-without-ids-do-not-wait",
+        "jaxinfer/fleet/front/sent.py",
+        'return self._held if is_end else b""',
+        "return block + self.separator",
+        (RELAY + "test_blocks_of_messages_are_opened_once",),
+        "a block or an item is opened twice, where a server dies between its opening and its first text",
+    ),
+    Fault(
+        "front/lines-that-are-not-told",
+        "jaxinfer/fleet/front/sent.py",
+        "elif self._next_id is not None:",
+        "elif False:",
+        (RELAY + "test_lines_of_json_are_continued_by_comments_that_clients_do_not_get",),
+        "Ollama's streams come at once at their end, and are begun anew where their server dies",
+    ),
+    Fault(
+        "front/blocks-that-the-client-has-are-forgotten",
+        "jaxinfer/server/messages.py",
+        "self._events(delta, reasoning, call)\n\n    def finish",
+        "pass\n\n    def finish",
+        (CONTINUED + "[messages-tools]",),
+        "a continued message opens a block again, under a wrong index",
+    ),
+    Fault(
+        "front/events-are-numbered-anew",
+        "jaxinfer/server/resume.py",
+        "position.num_events = None if match[5] is None else int(match[5])",
+        "position.num_events = None",
+        (CONTINUED + "[responses]",),
+        "sequence numbers of a continued response begin at 0 again",
+    ),
+    Fault(
+        "front/seeds-of-ollama-are-not-set",
+        "jaxinfer/server/answering.py",
+        "body.options = msgspec.structs.replace(body.options or OllamaOptions(), seed=seed)",
+        "pass",
+        (CONTINUED + "[ollama-chat]",),
+        "a continued stream of a request without a seed goes on with other tokens",
     ),
 )

@@ -8,7 +8,7 @@ import socket
 from jaxinfer.fleet.front.options import FrontOptions
 from jaxinfer.fleet.front.run import serve_front
 
-HEAD = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-jaxinfer-seed: 7\r\n"
+HEAD = "HTTP/1.1 200 OK\r\ncontent-type: %s; charset=utf-8\r\nx-jaxinfer-seed: 7\r\n"
 ID = "{0:0>24}.aaaaaaaaaaaaaaaa.7.{1}"
 
 
@@ -65,8 +65,8 @@ def chunk(text):
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def start():
-    return (HEAD + "transfer-encoding: chunked\r\n\r\n").encode()
+def start(media_type="text/event-stream"):
+    return (HEAD % media_type + "transfer-encoding: chunked\r\n\r\n").encode()
 
 
 def whole(status, body):

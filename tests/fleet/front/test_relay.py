@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from jaxinfer.fleet.front.options import FrontOptions
+from jaxinfer.fleet.front.relay import _with_seed
 from jaxinfer.fleet.front.replicas import Replica
 from jaxinfer.server.api_error import unavailable
 from tests.fleet.front.fakes import ID, FakeReplica, ask, chunk, event, front, start, whole
@@ -24,11 +25,11 @@ def shown(*numbers):
     return "".join(f"id: {ID.format(1, f'{number:x}-{number:x}-1')}\ndata: {number}\n\n" for number in numbers)
 
 
-def stream(*parts):
+def stream(*parts, media_type="text/event-stream"):
     """A script: the stream of these parts, to its end, or to its break where the last is None."""
 
     async def script(head, body):
-        yield start()
+        yield start(media_type)
         for part in parts:
             if part is None:
                 await asyncio.sleep(0.02)  # what was sent arrives
@@ -97,6 +98,56 @@ def test_another_replica_goes_on_after_the_last_whole_event(end):
     assert "x-jaxinfer-sent-tokens: 2\r\n" in head
     assert body == b'{"a":1}' + array.array("i", [101, 102]).tobytes()
     assert "jaxinfer_front_continued_total 1\n" in metrics
+
+
+def test_blocks_of_messages_are_opened_once():
+    """Events without an id wait for the one after them that has one."""
+    opened, written = "event: content_block_start\ndata: {}\n\n", ID.format(1, "1-5-1")
+    delta = f"id: {written}\nevent: content_block_delta\ndata: {{}}\n\n"
+    end = "event: message_delta\ndata: {}\n\nevent: message_stop\ndata: {}\n\n"
+    (_, _, body), _, (request,), _ = run(
+        stream(opened, None), stream(":tokens 0 0 7\n\n" + opened + delta, end), path="/v1/messages"
+    )
+    assert body.decode() == opened + delta + end
+    (_, _, body), _, (request,), metrics = run(
+        stream(":tokens 0 0 7\n\n" + opened + delta, end[:40], None), stream(end), path="/v1/messages"
+    )
+    assert body.decode() == opened + delta + end
+    assert written in request[0]
+    assert request[1].endswith(array.array("i", [7]).tobytes())
+    assert "jaxinfer_front_continued_total 1\n" in metrics
+
+
+def test_lines_of_json_are_continued_by_comments_that_clients_do_not_get():
+    def line(number):
+        at = ID.format(1, f"{number:x}-{number:x}-1")
+        return f':tokens 0 {number - 1} {number}\n\n:id: {at}\n{{"response":"{number}","done":false}}\n'
+
+    last, lines = '{"response":"","done":true}\n', {"media_type": "application/x-ndjson"}
+    for end in ((None,), (line(3)[:50], None), (':unavailable\n{"error":"it goes"}\n',), ()):
+        (_, _, body), _, (request,), _ = run(
+            stream(line(1), line(2), *end, **lines), stream(line(3), last, **lines), path="/api/generate"
+        )
+        shown = "".join(f'{{"response":"{number}","done":false}}\n' for number in (1, 2, 3))
+        assert body.decode() == shown + last
+        assert ID.format(1, "2-2-1") in request[0]
+    (_, _, body), _, requests, _ = run(
+        stream(line(1), '{"error":"no"}\n', **lines), stream(**lines), path="/api/generate"
+    )
+    assert body.decode() == '{"response":"1","done":false}\n{"error":"no"}\n'
+    assert requests == []
+
+
+def test_a_request_that_is_sent_again_has_the_seed_that_its_client_was_told():
+    for path, body, expected in (
+        ("/v1/messages", {"a": 1}, {"a": 1, "seed": 7}),
+        ("/api/chat", {"a": 1}, {"a": 1, "options": {"seed": 7}}),
+        ("/api/chat", {"options": {"top_k": 3, "seed": None}}, {"options": {"top_k": 3, "seed": 7}}),
+        ("/api/chat", {"options": {"seed": 4}}, {"options": {"seed": 4}}),
+        ("/api/chat", {"options": 3}, {"options": 3}),
+    ):
+        assert json.loads(_with_seed(json.dumps(body).encode(), 7, is_ollama=path == "/api/chat")) == expected
+    assert _with_seed(b"[]", 7, is_ollama=False) == b"[]"
 
 
 def test_a_replica_that_stalls_is_given_up():
@@ -267,9 +318,9 @@ def test_what_a_replica_refuses_now_another_one_takes():
 
 
 def test_streams_of_other_routes_end_with_an_error():
-    (status, _, body), _, second, _ = run(stream("event: x\n\n", None), stream(), path="/v1/messages")
+    (status, _, body), _, second, _ = run(stream("event: x\n\n", None), stream(), path="/v1/embeddings")
     assert (status, second) == (200, [])
-    assert body.startswith(b"event: x\n\nevent: error\ndata: {")
+    assert body.startswith(b'event: x\n\ndata: {"error":{')
     assert b"cannot be continued" in body
 
 
