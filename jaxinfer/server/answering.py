@@ -27,7 +27,6 @@ from jaxinfer.server.resume import (
 from jaxinfer.server.sent_tokens import SENT_TOKENS, TELL_TOKENS
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_length
-from jaxinfer.server.types import OllamaOptions, OllamaRequest
 from jaxinfer.tool_calls import ToolCallDelta
 
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
@@ -88,7 +87,7 @@ async def _begin(
         digest = request_digest(body, model.fingerprint, record.key)
         resumed = _resumed(request, model, body, digest)
         if resumed is not None:
-            _set_seed(body, resumed.seed)
+            body.seed = resumed.seed
         job = bind(request, service, body, read_request, model)
         if service.options.log_prompts:
             record.prompt = repr(job.asked.messages or job.asked.prompts)[:10_000]
@@ -162,8 +161,8 @@ def _resumed(request: Request, model: ServedModel, body: Any, digest: str) -> St
             409, "acceptance=maximal promises no equal answers, so none can be resumed", code="not_resumable"
         )
     position = StreamPosition.read(text)
-    if (seed := _seed_of(body)) not in (None, position.seed):
-        raise refused("seed", f"seed={seed}, but the stream to be resumed has seed {position.seed}")
+    if body.seed not in (None, position.seed):
+        raise refused("seed", f"seed={body.seed}, but the stream to be resumed has seed {position.seed}")
     if position.digest != digest:
         raise APIError(
             409,
@@ -172,17 +171,6 @@ def _resumed(request: Request, model: ServedModel, body: Any, digest: str) -> St
             code="resume_differs",
         )
     return position
-
-
-def _seed_of(body: Any) -> int | None:
-    return (body.options or OllamaOptions()).seed if isinstance(body, OllamaRequest) else body.seed
-
-
-def _set_seed(body: Any, seed: int) -> None:
-    if isinstance(body, OllamaRequest):
-        body.options = msgspec.structs.replace(body.options or OllamaOptions(), seed=seed)
-    else:
-        body.seed = seed
 
 
 def _begun(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
 
 from jaxinfer.checks import TYPES
 from jaxinfer.openai import bodies
@@ -282,6 +282,15 @@ class OllamaRequest(bodies.GenerationFields, kw_only=True):
     format: Any = None
     options: OllamaOptions | None = None
     think: Any = None
+
+    @property
+    def seed(self) -> int | None:
+        """That of the options, as other bodies have it."""
+        return None if self.options is None else self.options.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.options = structs.replace(self.options or OllamaOptions(), seed=seed)
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):

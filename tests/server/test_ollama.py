@@ -12,6 +12,7 @@ from jaxinfer.server import ollama_models
 from jaxinfer.server.app import make_app
 from jaxinfer.server.models import OneModel
 from jaxinfer.server.ollama import _ChatLines
+from jaxinfer.server.resume import StreamPosition
 from jaxinfer.store import UnknownModelError
 from jaxinfer.tool_calls import ToolCallDelta
 from tests.server.asgi import Client
@@ -21,6 +22,8 @@ from tests.server.services import service_of
 CHAT, GENERATE = "/api/chat", "/api/generate"
 ASK = [{"role": "user", "content": "read a file"}]
 OPTIONS = {"seed": 5, "temperature": 0.8, "num_predict": 12}
+
+POSITION = StreamPosition("0" * 24, "a" * 16, 1, 1)
 
 
 def lines(answer):
@@ -117,7 +120,7 @@ def test_what_changes_nothing_is_taken(client):
 
 
 def test_calls_of_tools_come_whole(service):
-    written = _ChatLines(None, SimpleNamespace(model=service.default), None)
+    written = _ChatLines(None, SimpleNamespace(model=service.default, tells_tokens=False), POSITION)
     pieces = [
         (StreamDelta(0, "so ", [1]), "", None),
         (StreamDelta(0, "", [2]), "", ToolCallDelta(0, "call_1", "add", "")),
@@ -133,7 +136,7 @@ def test_calls_of_tools_come_whole(service):
 
 
 def test_a_call_that_is_cut_off_is_left_out(service):
-    written = _ChatLines(None, SimpleNamespace(model=service.default), None)
+    written = _ChatLines(None, SimpleNamespace(model=service.default, tells_tokens=False), POSITION)
     assert written.add(StreamDelta(0, "", [1]), "", ToolCallDelta(0, "call_1", "add", "")) == b""
     cut = StreamDelta(0, "", [2], finish_reason="length")
     assert written.add(cut, "", ToolCallDelta(0, None, None, '{"a": 1')) == b""

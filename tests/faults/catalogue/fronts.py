@@ -161,8 +161,8 @@ FAULTS = (
     ),
     Fault(
         "front/seeds-of-ollama-are-not-set",
-        "jaxinfer/server/answering.py",
-        "body.options = msgspec.structs.replace(body.options or OllamaOptions(), seed=seed)",
+        "jaxinfer/server/types.py",
+        "self.options = structs.replace(self.options or OllamaOptions(), seed=seed)",
         "pass",
         (CONTINUED + "[ollama-chat]",),
         "a continued stream of a request without a seed goes on with other tokens",
