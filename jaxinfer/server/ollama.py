@@ -234,7 +234,7 @@ class _Lines:
         return b":%b%b" % (self._position.event_id(), line) if self._generation.tells_tokens else line
 
     def pass_over(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> None:
-        """Of a call that is not complete the client has nothing."""
+        """The client has nothing of a call that is not complete."""
         self._finished_calls(delta, call)
 
     def _finished_calls(self, delta: StreamDelta, call: ToolCallDelta | None) -> list[dict[str, Any]]:

@@ -32,12 +32,16 @@ def post(engine, body, path=PATH, **options):
     return asyncio.run(Client(make_app(service_of(engine, **{"hidden_states": True, **options}))).post(path, body))
 
 
+async def last_output(deltas):
+    return [delta.output async for delta in deltas if delta.output is not None][-1]
+
+
 def test_states_are_those_of_generate(tapped):
     answer = post(tapped, {"prompt": TEXT, "layers": [1, 0], "max_tokens": 5})
     assert (answer.status, answer.headers["content-type"]) == (200, "application/octet-stream"), answer.body
     arrays = load(answer.body)
     params = SamplingParams(max_tokens=5, temperature=0)
-    expected = tapped.llm.generate(TEXT, params, tapped_layers=(0, 1))[0]
+    expected = asyncio.run(last_output(tapped.generate(TEXT, params, tapped_layers=(0, 1))))
     (own,) = expected.outputs
     assert arrays["token_ids"].tolist() == [*expected.prompt_token_ids, *own.token_ids]
     assert set(arrays) == {"layers.0", "layers.1", "token_ids"}
