@@ -45,6 +45,7 @@ def entries(folder):
     return {path.name: path.stat().st_size for path in (folder / "xla").iterdir()}
 
 
+@pytest.mark.slow
 def test_entries_that_cannot_be_read_are_compiled_and_kept_again(tmp_path):
     first, _ = run(tmp_path)
     whole = entries(tmp_path)
@@ -86,6 +87,7 @@ def start(folder, name):
     return counts, ahead
 
 
+@pytest.mark.slow
 def test_a_start_reads_ahead_what_the_last_one_used(tmp_path):
     assert start(tmp_path, "one") == ("2 0", "0")
     assert start(tmp_path, "one") == ("0 2", "jit__lambda jit__lambda 0")

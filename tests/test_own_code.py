@@ -73,6 +73,7 @@ def expected(params):
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_a_step_lowers_the_loss(guide, params):
     own = jax.tree.map(jnp.copy, params)
     state = guide["optimizer"].init(own)
@@ -88,6 +89,7 @@ def test_taps(guide):
     assert guide["found"]["layers.1.residual"].shape == (1, 8, TINY.hidden_size)
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_preallocated_cache(guide, params, expected):
     step = jax.jit(guide["step"])
     lengths = jnp.asarray([5, 3])
@@ -139,6 +141,7 @@ def test_what_was_traced_before_is_traced_again_within_portable(params):
     assert seen == [jax.default_backend(), "any"]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [None, "int8", "int4-g32"])
 def test_gradients_of_dequantized_parameters(params, recipe):

@@ -62,6 +62,7 @@ def test_dtype(checkpoint, tmp_path):
     assert (config.dtype, params["embed"].dtype) == ("bfloat16", jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param("int8", marks=pytest.mark.slow), "int4-g32"])
 def test_quantized_weights_keep_their_values(checkpoint, tmp_path, recipe):
     before, after = saved(str(checkpoint), tmp_path / "out", quantize=recipe)
@@ -109,6 +110,7 @@ def test_layers_in_the_hosts_memory_are_saved_too(checkpoint, tmp_path, options)
     assert before == after
 
 
+@pytest.mark.slow
 def test_live_parameters(tmp_path):
     model = TINY, init_params(TINY, jax.random.key(0))
     before, after = saved(model, tmp_path / "out", [[5, 6, 7], [8, 9]])

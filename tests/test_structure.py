@@ -97,6 +97,7 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
+@pytest.mark.slow
 def test_imports_point_down():
     found = {str(path.relative_to(ROOT)): violations(path, imported(path)) for path in FILES}
     assert {path: upward for path, upward in found.items() if upward} == {}
@@ -181,6 +182,7 @@ def unclear_words(tree: ast.AST) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_words_are_clear():
     problems = {str(path.relative_to(ROOT)): unclear_words(parsed(path)) for path in FILES}
     assert {path: words for path, words in problems.items() if words} == {}

@@ -28,6 +28,7 @@ def made_by(output):
     return [int(span.version) for span, end in zip(output.weights, ends, strict=True) for _ in range(end - span.start)]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix("keep")
 @pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
 def test_answers_beside_updates(mode):

@@ -26,6 +26,7 @@ def requests(count):
         yield number, [1 + number, 2], SamplingParams(max_tokens=1 + 7 * (number % 3), seed=number, n=1 + number % 2)
 
 
+@pytest.mark.slow
 def test_the_answers_are_those_of_generate(llm):
     found = dict(llm.generate_each(requests(9)))
     keys, prompts, params = zip(*requests(9), strict=True)

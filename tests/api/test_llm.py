@@ -64,6 +64,7 @@ def llm(model):
         yield llm
 
 
+@pytest.mark.slow
 def test_text_is_the_decoded_tokens(llm, tokenizer):
     output = llm.generate("the quick", SamplingParams(max_tokens=30, seed=1))[0]
     assert output.prompt == "the quick"
@@ -258,6 +259,7 @@ def test_logprobs_are_the_scores_of_the_same_tokens(llm):
     assert next(iter(answer.logprobs[0].values())).decoded_token is not None
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"cache": "contiguous"}, {"draft": "ngram"}], ids=repr)
 def test_a_score_needs_no_room_for_a_token(model, options):
@@ -431,6 +433,7 @@ def test_explain_says_what_was_allocated(llm):
     assert "xla" in str(llm.explain())
 
 
+@pytest.mark.slow
 def test_import_is_fast_offline_and_without_torch():
     code = """
         import socket, sys, time

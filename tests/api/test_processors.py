@@ -76,6 +76,7 @@ def test_arrays_are_for_all_prompts_or_each_and_logprobs_are_raw(llm, plain):
     assert last.output.outputs[0].token_ids == tokens_of(expected)[1]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_refused_with_a_sentence(llm, plain, model):
     wrong: list[tuple[Any, type[Exception], str]] = [
         ({"bais": bias_of()}, ValueError, "prompt 0: no array 'bais' .*did you mean 'bias'"),

@@ -105,6 +105,7 @@ def test_a_kill_at_any_operation_changes_nothing(expected, run_until, run, left,
     assert last > 2 * 17  # a write and a sync for each row
 
 
+@pytest.mark.slow
 def test_fifty_kills_of_one_batch(expected, run_until, left):
     path_in, whole = expected(200)
     chance = random.Random(5)

@@ -56,6 +56,7 @@ def test_formats_differ(params):
     assert len({*found}) == len(FORMATS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scales", "zeros", "minima", "codebook", "permutation"])
 def test_every_part_of_a_quantized_weight_counts(params, name):
     from jaxinfer.batch.fingerprint import _quantized_samples

@@ -38,6 +38,7 @@ def test_what_the_cache_serves_takes_no_time_and_both_are_reported():
     assert [line["is_ideal"] for line in lines] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_the_page_has_the_figures_of_the_file():
     found = json.loads((ROOT / "benchmarks/results/deterministic_cost.json").read_text(encoding="utf-8"))
     assert deterministic_cost.table(found) in (ROOT / "docs/engine.md").read_text(encoding="utf-8")

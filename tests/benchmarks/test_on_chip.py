@@ -119,6 +119,7 @@ def test_planted_failures_end_in_a_table(tmp_path):
     assert (tmp_path / "table.txt").read_text() in ended.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_prints_what_it_has(tmp_path):
     command = [*COMMAND, str(tmp_path), "--plant", "hang", "--only", "planted"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as run:

@@ -210,6 +210,7 @@ def test_a_nan_in_one_request_stays_in_it():
     np.testing.assert_allclose(third[0], full_hidden(PARAMS, TOKENS[:1] % 7)[0, :13], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_attention_over_the_cache_is_attention_over_its_tokens():
     rows, place = jnp.arange(ROWS), (jnp.zeros(ROWS, jnp.int32), ints(9, 4, 1))
     _, out = append(filled(), rows, place, 9)

@@ -30,6 +30,7 @@ def sensitivity(model, held_out):
     return measure_sensitivity(model, OPTIONS, held_out, [3, 8])
 
 
+@pytest.mark.slow
 def test_each_part_is_measured_alone(model, sensitivity, held_out):
     parts = [f"layers.{i}.{part}" for i in range(3) for part in ("attention", "mlp")]
     assert list(sensitivity.kl) == parts
@@ -68,6 +69,7 @@ def test_the_budget_holds_and_fewer_bits_would_break_it(model, held_out):
     assert len(easy.kls) == 1
 
 
+@pytest.mark.slow
 def test_another_calibration_begins_anew_after_an_interrupted_search(model, tokens, held_out, tmp_path):
     def kill(done):
         raise KeyboardInterrupt

@@ -21,6 +21,7 @@ def residuals(config, params, tokens):
     return list(found.values())
 
 
+@pytest.mark.slow
 def test_layers_one_by_one_are_the_model(config, params, held_out):
     states = residuals(config, params, held_out)
     for number in range(config.num_layers):
@@ -59,6 +60,7 @@ def test_statistics_are_those_of_the_inputs(config, params, held_out):
         program.statistics(layer, [], program.groups[0])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1])
 def test_inputs_that_are_kept_are_not_computed_again(config, params, held_out, number):

@@ -44,6 +44,7 @@ def gptq_result(model, tokens, held_out):
     return quantize_model(model, OPTIONS, tokens, held_out)
 
 
+@pytest.mark.slow
 def test_quality_is_that_of_the_whole_models(config, params, gptq_result, held_out):
     logits = jax.jit(sequence_logits, static_argnums=0)
     log_p, log_q = (jax.nn.log_softmax(logits(config, each, held_out)) for each in (params, gptq_result.params))
@@ -87,6 +88,7 @@ def test_layers_are_read_once_and_let_go(model, held_out):
     assert max(alive for _, alive in read) == 0
 
 
+@pytest.mark.slow
 def test_activations_of_8_bits_are_measured(model, tokens, held_out):
     options = CalibrationOptions("smoothquant", 8, dtype="float32", alpha=0.5)
     found = quantize_model(model, options, tokens, held_out)
@@ -98,6 +100,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on(model, tokens, held_out, gptq_result, tmp_path):
     def kill(done):
         if done.number == 1:
@@ -158,6 +161,7 @@ def permuted_params(model, tokens):
     return quantize_model(model, PERMUTED, tokens).params
 
 
+@pytest.mark.slow
 def test_finished_layers_come_back_as_they_were(permuted_params, tmp_path):
     params = permuted_params["layers"]["0"]
     with CalibrationJournal(tmp_path / "work") as journal:
@@ -205,6 +209,7 @@ def changed(params, path, change):
     )
 
 
+@pytest.mark.slow
 def test_what_is_compared_differs_where_it_should(config, model, gptq_result, held_out):
     made = gptq_result.params
     calibrated = FloatModel(config, gptq_result.read, model.rest)

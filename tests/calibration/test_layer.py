@@ -59,6 +59,7 @@ def test_every_linear_layer_gets_the_scheme(layer, method, symmetric):
         assert all(error.error <= error.rounded * 1.0001 for error in errors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

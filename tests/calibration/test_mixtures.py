@@ -105,6 +105,7 @@ def routed_rows(program, params, chunk):
     return [rows[(best == expert).any(-1)] for expert in range(4)]
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_the_tokens_of_each_expert(mixture):
     program, params, chunks = mixture
     rows = routed_rows(program, params, chunks[0])
@@ -135,6 +136,7 @@ def test_sums_do_not_depend_on_how_many_experts_fit(mixture):
         next(program.expert_statistics(params, chunks, STACKS[0], 4095))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow), "smoothquant"])
 def test_one_expert_that_sees_all_is_a_dense_layer(models, varied, tokens, method):
@@ -212,6 +214,7 @@ def test_folding_changes_nothing_but_the_rounding(models, tokens, held_out, name
     assert is_left_out == (name == "gpt-oss" and method == "awq")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "kept"),
@@ -306,6 +309,7 @@ def test_experts_with_few_tokens_are_rounded_and_named_also_after_a_kill(
 _PERMUTED = {"gptq": GptqOptions(static_groups=False)}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "change"),

@@ -64,6 +64,7 @@ def killed(scene, tmp_path):
     return tmp_path / "source", tmp_path / "native"
 
 
+@pytest.mark.slow
 def test_killed_conversion_resumes_and_gives_the_same_parameters(killed):
     source, destination = killed
     embed = next((destination.parent / "native.partial" / "params" / "embed" / "d").iterdir())
@@ -100,6 +101,7 @@ def test_killed_conversion_resumes_and_gives_the_same_manifest(killed, tmp_path)
     assert all(other["parameters"][name] != found for name, found in resumed["parameters"].items())
 
 
+@pytest.mark.slow
 def test_killed_on_the_way_to_hugging_face_files_come_out_the_same(scene, tmp_path):
     source = scene / "source"
     program = KILLED_IN_LAYER_1.replace("progress=progress)", "progress=progress, to='huggingface')")
@@ -145,6 +147,7 @@ def test_torn_last_line_of_the_journal_is_no_line(killed):
     assert convert(source, destination, progress=None).num_resumed_units == 2
 
 
+@pytest.mark.slow
 def test_full_disk_says_so_and_keeps_what_is_whole(checkpoint, tmp_path):
     source = checkpoint().write()
     program = """

@@ -160,12 +160,14 @@ def test_fetches_what_is_needed_once_and_then_works_offline(hub, run):
     assert hub.requested == []
 
 
+@pytest.mark.slow
 def test_without_a_network_it_says_what_to_give(run):
     (found,) = run(("someone/else", None, {}), HF_ENDPOINT="http://nowhere.invalid")
     assert found["text"].startswith("someone/else: no network: ")
     assert found["text"].endswith("give a folder, or demo")
 
 
+@pytest.mark.slow
 def test_token_is_sent_and_what_fails_is_explained(hub, run):
     hub.needs_token = "gated"
     gated, found, unknown, revision = run(
@@ -183,6 +185,7 @@ def test_token_is_sent_and_what_fails_is_explained(hub, run):
     assert revision["text"] == f"{REPO}: the repository has no revision 'v9'"
 
 
+@pytest.mark.slow
 def test_unsupported_model_is_refused_before_its_weights_are_fetched(hub, run):
     config = json.loads(hub.files["config.json"])
     hub.files["config.json"] = json.dumps({**config, "architectures": ["BertLMHeadModel"]}).encode()

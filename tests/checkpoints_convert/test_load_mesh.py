@@ -81,6 +81,7 @@ ON_EIGHT = {"2 of 8", "8 of 8", "native", "as bfloat16", "int8 on the way", "int
 QUICK = ("deepseek_v3", "gpt_oss", "2 of 8", "awq", "nf4-nested", "gguf", "int4 on the way", "part by part")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)), 8])
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ JSON_VALUES = st.recursive(
 FIELDS = st.sampled_from(["dtype", "shape", "data_offsets"])
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=3), JSON_VALUES | st.dictionaries(FIELDS, JSON_VALUES), max_size=4))
 def test_any_json_object_is_parsed_or_refused_as_a_checkpoint_error(header):
     try:

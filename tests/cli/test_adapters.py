@@ -46,6 +46,7 @@ def expected(model, folders):
     return found
 
 
+@pytest.mark.slow
 def test_one_adapter_answers(jaxinfer, json_lines, model, folders, expected):
     for name, *more in (("one",), ("two", "--base-model", "owner/other")):
         given = ("--adapter", folders / name, *more)
@@ -67,6 +68,7 @@ def test_run_and_chat_talk_with_it(jaxinfer, json_lines, model, folders):
     assert answers["base"] != answers["one"]
 
 
+@pytest.mark.slow
 def test_run_without_a_template_continues_with_it(jaxinfer, model_without_template, folders):
     texts = [
         jaxinfer("run", model_without_template, PROMPT, *SHORT, *more, "--base-model", "owner/tiny").stdout

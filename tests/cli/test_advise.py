@@ -86,6 +86,7 @@ def test_an_option_that_is_given_is_kept(jaxinfer, model, tmp_path):
     assert "--quantize int8" in recommended(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", ["cost", "latency", "users", "quality"])
 def test_planned_from_a_config_json(jaxinfer, config_alone, goal, tmp_path):
     file = tmp_path / "plan.json"

@@ -61,6 +61,7 @@ def batch(jaxinfer, model, tmp_path):
     return batch
 
 
+@pytest.mark.slow
 def test_every_form_in_one_file(batch, tmp_path, llm):
     messages = [{"role": "user", "content": "hi"}]
     rows = [
@@ -266,6 +267,7 @@ def test_a_chat_of_a_table(jaxinfer, model, tmp_path, llm):
     assert answer["text"] == expected.text
 
 
+@pytest.mark.slow
 def test_the_time_of_compiling_is_told(jaxinfer, model, tmp_path):
     path = write(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 1}])
     own = ("--max-seqs", 3, "--prefill-chunk", 20)  # whose programs no other test has compiled in this process
@@ -296,6 +298,7 @@ def test_wrong_paths(jaxinfer, paths, message):
 LONG = "word " * 10_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [

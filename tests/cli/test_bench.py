@@ -43,6 +43,7 @@ def test_load_is_written_rate_by_rate_and_resumed(jaxinfer, model, tmp_path):
     assert picture.exists()
 
 
+@pytest.mark.slow
 def test_latency_of_random_weights(jaxinfer, model, tmp_path):
     config = tmp_path / "shape"
     config.mkdir()

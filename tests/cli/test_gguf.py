@@ -140,6 +140,7 @@ def test_an_unknown_pre_tokenizer_and_its_override(jaxinfer, model, parts, tmp_p
     assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (Path(model) / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_quantized_file_is_dequantized_to_be_quantized(jaxinfer, q8, tmp_path):
     done = jaxinfer("quantize", q8, tmp_path / "out", "--method", "rtn", "--group-size", "32")
     assert done.exit_code == 0, done.stderr
@@ -163,6 +164,7 @@ def test_long_commands_show_the_time_left(jaxinfer, q8, tmp_path, monkeypatch):
     assert " left" not in lines["preparing"]
 
 
+@pytest.mark.slow
 def test_the_library(gguf, q8, llm):
     wanted = llm.generate("def f", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids
     with LLM(gguf, max_model_len=96) as found:

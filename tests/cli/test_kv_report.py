@@ -56,6 +56,7 @@ def test_a_refused_combination_is_listed_and_the_others_go_on(jaxinfer, text, tm
     assert all("have a window already, of 32 tokens" in line for line in refused)
 
 
+@pytest.mark.slow
 def test_json_and_files(jaxinfer, json_lines, model, text, tmp_path):
     out = tmp_path / "report"
     more = ["--out", out] if importlib.util.find_spec("matplotlib") is not None else []

@@ -184,6 +184,7 @@ OF_README = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [pytest.param(command, marks=() if IS_QUICK.match(command) else pytest.mark.slow) for command in OF_README],

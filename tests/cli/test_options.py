@@ -57,6 +57,7 @@ def test_every_sampling_parameter_is_an_option():
     assert options >= {field.name for field in fields(LogitOptions)}
 
 
+@pytest.mark.slow
 def test_each_option_arrives(jaxinfer, model, monkeypatch):
     """What the engine is asked for is what was written, field by field."""
     assert GIVEN.keys() == SAMPLING

@@ -183,6 +183,7 @@ def test_messages_of_native_code_are_kept_for_an_error():
     assert done.stderr == "ours\nlater\n  sort_rewriter.cc: the reason\nthe end\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", ["--no-compile", pytest.param("--compile", marks=pytest.mark.slow)])
 def test_compilers_write_nothing_to_the_terminal(compiles):
     """Importing JAX beside a GPU's compiler and without its drivers writes six lines, and compiling more."""

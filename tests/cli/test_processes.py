@@ -21,6 +21,7 @@ def slow_model(tmp_path, model) -> str:
 ENDLESS = ["--max-model-len", "100000", "--max-tokens", "none", "--ignore-eos", "--max-seqs", "1"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_130_with_a_short_message(jaxinfer_process, slow_model):
     with jaxinfer_process("generate", "hi", "-m", slow_model, "--no-progress", *ENDLESS) as process:
         process.stdout.read(1)

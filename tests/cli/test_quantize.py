@@ -26,6 +26,7 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "smoothquant"))]
 )

@@ -150,6 +150,7 @@ def test_what_was_left_out_is_told():
     assert sum(note in line for line in lines) == 6
 
 
+@pytest.mark.slow
 def test_experts_in_one_tensor_are_refused_before_anything_is_done(jaxinfer, source, text, tmp_path):
     path = source(GPT_OSS)
     for method in (["rtn"], ["gptq", "--calibration", text, *TEXT]):

@@ -80,6 +80,7 @@ def test_the_same_command_goes_on_to_the_same_bytes(jaxinfer, json_lines, model,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["source", "text", "method", "bits", "auto"])
 def test_anything_else_begins_anew(jaxinfer, json_lines, model, text, killed, tmp_path, what):

@@ -31,6 +31,7 @@ def changed(answers, path, position: int) -> int:
     return made
 
 
+@pytest.mark.slow
 def test_equal_answers(jaxinfer, answers):
     result = jaxinfer("replay", answers)
     assert (result.exit_code, result.stderr) == (0, "")

@@ -49,6 +49,7 @@ def check_refused(result: Result, place: Path, what: str = "") -> None:
     assert len(last) < 2000, what
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written(reference):
     place = reference.place()
     (place / "out").chmod(0o555)
@@ -72,6 +73,7 @@ def test_inputs_that_cannot_be_written(reference):
     reference.check_repeated(place, "read-only inputs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", quick([100, 6_000, 30_000], 6_000))
 def test_a_disk_that_fills_up(reference, max_bytes):
     """As a limit on the size of a file, which fails at the same calls."""
@@ -136,6 +138,7 @@ def test_the_folder_of_the_output_is_removed(reference, share):
     check_removed(reference, "out", share, restore)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.02, 0.2, 0.8))])
 def test_the_source_is_removed(reference, share):
     def restore(place: Path) -> None:

@@ -280,6 +280,7 @@ def test_copies_of_the_bases_tables_take_no_room(tmp_path):
         assert llm.engine.spec.options.adapter_parts == ("saved_embed",)
 
 
+@pytest.mark.slow
 def test_arrays_are_copied_and_hashed_as_they_are(params):
     """A training loop may go on in the arrays that it gave."""
     adapter = random_adapter(params, 1)
@@ -341,6 +342,7 @@ def test_weights_that_adapters_were_computed_from_are_not_replaced(params):
         assert scores(llm, "plain") == replaced
 
 
+@pytest.mark.slow
 def test_scores_of_a_late_adapter_follow_its_rows(params):
     """The prompt invokes, not its continuation, and the head is the adapter's from there on, in the middle of a
     chunk too."""

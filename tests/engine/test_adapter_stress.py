@@ -191,6 +191,7 @@ def test_every_answer_is_that_of_its_adapter(tiny, name, num_adapters, num_reque
             assert min(traffic.num_replaced, traffic.num_unloaded) > 50
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_answers_as_its_merged_model(tiny):
     """The answers that those above are compared with."""
     config, params = tiny

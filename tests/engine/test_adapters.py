@@ -76,6 +76,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix("chunks", "ngram")
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_beside_others_have_the_tokens_that_they_have_alone(tiny, adapters, expected, way):
@@ -93,6 +94,7 @@ def test_rows_beside_others_have_the_tokens_that_they_have_alone(tiny, adapters,
         assert [own[row] for row in bases] == [plain[row] for row in bases]
 
 
+@pytest.mark.slow
 def test_fewer_slots_than_adapters(tiny, adapters, expected):
     with LLM(tiny, adapters=adapters, max_adapters=2, **OPTIONS) as llm:
         for rows in (ROWS, ROWS[::-1]):
@@ -150,6 +152,7 @@ def test_what_the_limit_of_loaded_adapters_cannot_be(tiny, options, told):
         LLM(tiny, **options)
 
 
+@pytest.mark.slow
 def test_a_cached_prefix_is_that_of_its_adapter(tiny, adapters, expected):
     with LLM(tiny, adapters=adapters, page_size=4, **OPTIONS) as llm:
         for name in (None, "a3", "a4"):
@@ -179,6 +182,7 @@ def test_what_heads_cannot_have_is_refused():
         stacks.prepared(Adapter({"layers.0.attention.k_up": pair}), params, what="'a'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embed", "lm_head", "layers.0.attention.k_up", "layers.1.mlp.experts.up_proj"])
 def test_factors_of_magnitudes(name):
     """m / ||W + scale A B||, in float64."""

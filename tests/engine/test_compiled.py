@@ -150,6 +150,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case.chip}x{case.num_devices}-{case.program}-{case.num_layers}"
 )

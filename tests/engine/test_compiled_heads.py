@@ -122,6 +122,7 @@ def test_a_round_reads_the_head_once_for_each_token_or_block(chip, head, size):
     assert stored <= 1.05 * projected + 2 * rows * (8 * len(taps) + 4 * config.num_layers) * target.hidden_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_no_copy_of_taps_is_larger_than_a_round(kind):
     """Hidden states and their concatenation have a row for each token of a round, [slots, drafts + 1, states * D]."""

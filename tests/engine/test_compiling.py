@@ -60,6 +60,7 @@ def test_there_is_a_job_for_each_core(monkeypatch, num_cores, num_jobs):
     assert default_jobs() == num_jobs
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_each_program_once(tiny):
     """What is traced and compiled ahead is what calls then find: for the sizes of every kind of program."""
     jax.clear_caches()  # of what earlier tests compiled

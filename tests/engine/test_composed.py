@@ -32,6 +32,7 @@ def model_of(windows: tuple[int | None, ...]):
     return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_together_with_drafts_and_cut_prompts_answers_are_those_alone(name):
     windows, options, more = COMBINATIONS[name]

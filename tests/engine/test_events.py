@@ -25,6 +25,7 @@ def llm(tiny):
         yield llm
 
 
+@pytest.mark.slow
 def test_an_observer_hears_of_every_prompt_token_and_every_step(llm):
     heard = []
     with llm.engine.observe(heard.append):

@@ -54,6 +54,7 @@ def model():
     return model_of((None, None), 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "two of them"))
 def test_answers_are_those_of_dense_attention(model, variant):

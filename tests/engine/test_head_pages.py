@@ -109,7 +109,7 @@ ALL.remove(("dflash", "a window"))
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "case"), quick(ALL, ("eagle3 wide", "short of pages"), ("dflash", "together")))
+@pytest.mark.parametrize(("name", "case"), quick(ALL, ("dflash", "together")))
 def test_pages_follow_from_the_tokens(heads, name, case):
     with open_llm(heads[name], **CASES[case]) as llm:
         assert run_together(llm, [*PROMPTS, *PROMPTS[:3]]) < 1e-3
@@ -161,7 +161,7 @@ def counted(llm: LLM, head, prompt: list[int], answer: list[int]) -> tuple[int, 
     return proposed, accepted
 
 
-@pytest.mark.parametrize("name", quick(tiny_heads.KINDS, "mtp", "dspark rnn at root"))
+@pytest.mark.parametrize("name", quick(tiny_heads.KINDS, "mtp"))
 def test_as_many_drafts_are_accepted_as_the_head_has_right(heads, name):
     with open_llm(heads[name]) as llm:
         total = np.zeros(2, int)

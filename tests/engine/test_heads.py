@@ -290,6 +290,7 @@ def test_over_a_contiguous_cache(expected, name):
         check_accepted(llm)
 
 
+@pytest.mark.slow
 def test_streamed(expected):
     with open_llm(full(), draft=expected.head(replace(FULL, head="dflash")), num_draft_tokens=4) as llm:
         for number in (1, 6, 8, 11):

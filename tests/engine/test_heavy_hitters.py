@@ -74,6 +74,7 @@ def dense_choices(model, number: int, tokens: list[int], **fault) -> list[int]:
     return jax.jit(sample)(logits, positions, batch, state).tokens[:count].tolist()
 
 
+@pytest.mark.slow
 def test_alone_is_what_dense_attention_gives(model, expected):
     for number, found in enumerate(expected):
         assert dense_choices(model, number, found[0]) == found[0], number
@@ -104,6 +105,7 @@ def check_everything(llm: LLM, expected) -> None:
     check_idle(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 16"))
 def test_however_it_is_cut_and_stored(model, expected, variant):

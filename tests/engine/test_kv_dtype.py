@@ -95,6 +95,7 @@ def test_the_rounding_is_seen(expected, kv_dtype):
     assert expected[kv_dtype] != expected["float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_dtype", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8_e4m3", "int8_int4"))]
 )

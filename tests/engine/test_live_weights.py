@@ -119,6 +119,7 @@ def test_a_copy_stays_when_the_trainer_gives_its_arrays_away(llm):
     assert run(llm).token_ids == expected
 
 
+@pytest.mark.slow
 def test_some_weights_stay(llm):
     llm.update_params(params_of(1))
     llm.update_params({"lm_head": params_of(2)["lm_head"]}, partial=True, version="head")
@@ -150,6 +151,7 @@ def test_files_are_read_in_the_form_that_is_there(kind, tmp_path):
         assert llm.score(PROMPTS, use_tqdm=False) == scores
 
 
+@pytest.mark.slow
 def test_what_was_not_rounded_to_nearest_is_refused():
     with LLM((TINY, quantize_params(params_of(0), "int8")), **RUN) as llm:
         before = run(llm).token_ids
@@ -173,6 +175,7 @@ def test_nothing_is_answered_after_half_an_update(llm):
     assert run(llm).token_ids == expected
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_and_taken_again(llm):
     llm.update_params(params_of(1))
     expected = run(llm).token_ids
@@ -218,6 +221,7 @@ def test_a_draft_learns_while_it_drafts():
     assert first.accepted == stats.accepted + before.accepted
 
 
+@pytest.mark.slow
 def test_bad_arguments_change_nothing(llm):
     llm.update_params(params_of(1))
     expected = run(llm).token_ids
@@ -241,6 +245,7 @@ def test_weights_that_another_model_shares_are_not_deleted_with_it(tmp_path):
         assert run(llm).token_ids == expected
 
 
+@pytest.mark.slow
 def test_an_update_whose_files_break_has_to_be_made_again(llm):
     """Also where it ends as if nothing had happened."""
     llm.update_params(params_of(1))

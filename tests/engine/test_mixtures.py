@@ -128,6 +128,7 @@ def test_deterministic_bits_do_not_depend_on_what_others_route(model, dtype):
                 assert np.array_equal(logprobs(output), logprobs(alone[number]))
 
 
+@pytest.mark.slow
 def test_what_is_cached_is_one_vector(model):
     with LLM(model, **OPTIONS) as llm:
         groups = llm.explain().groups

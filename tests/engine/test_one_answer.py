@@ -51,6 +51,7 @@ def expected(model):
     return tokens
 
 
+@pytest.mark.slow
 def test_alone_is_what_the_model_gives_without_a_cache(model, expected):
     """Oracle: dense attention over each whole answer, and the sampler once over all of its positions."""
     config, params = model
@@ -105,6 +106,7 @@ def test_alone(model, expected):
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", quick([2, 8, 32], 8))
 def test_among_random_neighbours(model, expected, size):
@@ -114,6 +116,7 @@ def test_among_random_neighbours(model, expected, size):
             assert with_neighbours(llm, size, PARAMS, number, numbers).token_ids == expected[number], number
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("variant", quick(VARIANTS, "one step a dispatch"))
 def test_however_it_is_cut_and_stored(model, expected, variant):
@@ -150,6 +153,7 @@ def test_with_so_few_pages_that_it_is_preempted(model, expected):
         assert llm.engine.scheduler.counters.num_preemptions > 2
 
 
+@pytest.mark.slow
 def test_after_its_neighbours_were_cancelled(model, expected):
     numbers = random.Random(4)
     with open_llm(model) as llm:
@@ -193,11 +197,13 @@ def expected_bits(model):
         return bits(llm.generate(p, one)[0].outputs[0] for p, one in zip(PROMPTS, DETERMINISTIC, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_deterministic_tokens_are_the_same(expected, expected_bits):
     assert [tokens for tokens, _ in expected_bits] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.optimized
 @pytest.mark.parametrize(
@@ -229,6 +235,7 @@ def test_deterministic_bits_do_not_depend_on_pages_chunks_and_preemption(model, 
         assert llm.engine.scheduler.counters.reused_tokens > 0 or num_left is not None
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("size", quick([2, 8, 32], 8))
 def test_deterministic_bits_do_not_depend_on_neighbours(model, expected_bits, size):

@@ -95,12 +95,14 @@ def test_no_retrace_and_no_hidden_transfer_in_mixed_requests(tiny, num_requests)
         assert before == [program._cache_size() for program in COMPILED]
 
 
+@pytest.mark.slow
 def test_a_hidden_transfer_would_be_noticed(engine):
     ids = (np.zeros(8, np.int32),), (np.full(8, 60, np.int32),)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="isallowed"):
         paged_programs.copy_pages(None, engine.runner._cache, *ids)
 
 
+@pytest.mark.slow
 def test_programs_take_the_cache_and_the_slots_donated(tiny):
     engine = Engine(*tiny, EngineOptions(**OPTIONS))
     for name, call in (
@@ -114,6 +116,7 @@ def test_programs_take_the_cache_and_the_slots_donated(tiny):
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_logits_do_not_depend_on_what_others_left_in_the_pages(tiny):
     """B in pages full of A's keys and values, of zeros, of infinities and NaN: the same bits."""
     config, params = tiny
@@ -165,6 +168,7 @@ def random_aborts(engine, num_aborts: int) -> None:
     assert num_ended > num_aborts // 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_aborts", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_aborts_at_any_moment_leave_nothing_behind(engine, num_aborts):
     before = engine.scheduler.counters.num_added, engine.scheduler.counters.num_finished

@@ -163,6 +163,7 @@ def test_drafts_change_no_answer(model, expected, name):
         check_everything(llm, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_streamed(model, expected):
     with open_llm(model) as llm:

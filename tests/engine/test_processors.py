@@ -84,6 +84,7 @@ def expected(tiny, compiler):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", quick(VARIANTS, "n-grams"))
 def test_own_penalty_and_min_p_give_the_tokens_of_the_parameters(tiny, compiler, expected, variant):
     """Oracle: the engine's own, at temperatures of 0 and 1, under grammars and without."""

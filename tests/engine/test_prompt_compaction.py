@@ -101,6 +101,7 @@ def dense_choices(model, policy, pairs, dropped=0):
     return found
 
 
+@pytest.mark.slow
 def test_alone_is_what_dense_attention_under_a_mask_gives(model, policy, expected):
     pairs = [(number, found[0]) for number, found in enumerate(expected)]
     assert dense_choices(model, policy, pairs) == [tokens for _, tokens in pairs]
@@ -122,6 +123,7 @@ def check_everything(llm: LLM, expected) -> None:
     test_policies.check_everything(llm, expected, answers, least_pages, num_short=2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 16"))
 def test_however_it_is_cut_and_stored(model, policy, expected, variant):
@@ -129,6 +131,7 @@ def test_however_it_is_cut_and_stored(model, policy, expected, variant):
         check_everything(llm, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(DRAFTS, "ngram"))
 def test_drafts_change_no_answer(model, policy, expected, name):

@@ -50,11 +50,13 @@ def open_llm(**options) -> LLM:
     return LLM(model_of((None, None)), max_seqs=4, max_model_len=128, page_size=8, **options)
 
 
+@pytest.mark.slow
 def test_a_warm_request_calls_nothing_that_is_off():
     with open_llm() as llm:
         assert called(llm) == {name: set() for name in OFF}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("feature", "options"),

@@ -149,6 +149,7 @@ def test_each_row_is_multiplied_by_its_own_weight(kind):
     assert matmul(x.astype(jnp.bfloat16), leaf).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_batch_of_mixed_rows_is_each_alone(params):
     tokens = jax.random.randint(jax.random.key(3), (4, 9), 0, TINY.vocab_size)
     adapters = [1, 0, 2, 1]
@@ -289,6 +290,7 @@ def jobs_of_lengths(*counts):
     return [(PROMPTS[0], one, adapter) for adapter, one in enumerate(params)]
 
 
+@pytest.mark.slow
 def test_preempted(model):
     jobs = jobs_of_lengths(40, 40, 40)
     with LLM(model, **OPTIONS | {"num_pages": 10}) as llm:
@@ -365,6 +367,7 @@ def test_adapters_that_there_are_not(params, model):
         llm.submit(short_request(adapter=1))
 
 
+@pytest.mark.slow
 def test_without_adapters_nothing_is_passed(params, model):
     """Each argument of the programs is one that there is without adapters, and a decoder is not bound again."""
 

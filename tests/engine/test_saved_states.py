@@ -187,6 +187,7 @@ def test_nothing_is_reused_without_places(small_model):
         assert llm.engine.runner._saved is None
 
 
+@pytest.mark.slow
 def test_no_program_is_compiled_later(small_model):
     with LLM(small_model, **OPTIONS) as llm:
         llm.warm_up()

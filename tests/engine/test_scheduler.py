@@ -188,6 +188,7 @@ TestScheduling.settings = settings(max_examples=80, stateful_step_count=60, dead
 # Nobody starves.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_small", [1, 4])
 def test_a_large_request_is_not_overtaken_for_ever(num_small):
     engine = Engine(options(num_pages=17))

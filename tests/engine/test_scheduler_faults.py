@@ -233,6 +233,7 @@ def work(num_seeds: int, has_windows: bool = False) -> None:
         RandomWork(seed, has_windows=has_windows).run(500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_windows", [False, True])
 def test_without_a_fault_nothing_is_raised(has_windows):
     work(20, has_windows)
@@ -306,6 +307,7 @@ HOST_FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", HOST_FAULTS, ids=lambda plant: plant.__name__)
 def test_a_fault_of_host_pages_is_caught(plant, monkeypatch):
     plant(monkeypatch)
@@ -319,5 +321,6 @@ def work_with_host_pages(num_seeds: int) -> None:
         RandomWork(seed, has_states=seed % 2 == 1, has_windows=seed % 4 > 1, has_host=True).run(500)
 
 
+@pytest.mark.slow
 def test_without_a_fault_of_host_pages_nothing_is_raised():
     work_with_host_pages(20)

@@ -86,6 +86,7 @@ def expected(model):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
@@ -139,7 +140,7 @@ def test_explain_counts_the_states(model):
     assert cache["bytes per token"] == 2 * 2 * 8 * 4
 
 
-@pytest.mark.matrix("False-plain", "True-ngram", "True-layers")
+@pytest.mark.matrix("False-plain")
 @pytest.mark.parametrize("draft", [None, NgramDraft(), LayersDraft(2)], ids=["plain", "ngram", "layers"])
 @pytest.mark.parametrize("is_limited", [True, False])
 def test_refused_tokens_reach_no_state(is_limited, draft):
@@ -189,6 +190,7 @@ def test_scores_are_those_of_the_answers(model):
                 np.testing.assert_allclose(found[len(prompt) - 1 :], wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_taps_are_of_the_states_that_answered(model):
     config, params = model
     prompts = prompts_of(3)
@@ -231,6 +233,7 @@ def check_ways(model, ways, **options) -> list[list[int]]:
     return wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [("contiguous",), pytest.param(tuple(WAYS), marks=pytest.mark.slow)], ids=len)
 def test_caches_give_one_answer(model, expected, ways):
     assert check_ways(model, ways) == expected

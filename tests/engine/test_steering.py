@@ -112,7 +112,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", quick(VARIANTS, "plain", "layers", "head"))
+@pytest.mark.parametrize("variant", quick(VARIANTS, "plain", "layers"))
 def test_every_pass(model, variant):
     options = dict(VARIANTS[variant])
     if "draft" in options and "draft_tree" not in options:
@@ -129,6 +129,7 @@ def test_every_pass(model, variant):
         check(model, output, added)
 
 
+@pytest.mark.slow
 def test_preempted_and_several_answers(model):
     params, prompt, steering = replace(GREEDY, max_tokens=40), PROMPTS[2], STEERING[:3]
     with LLM(model, steered_layers=(0, 1), **OPTIONS | {"num_pages": 12}) as llm:

@@ -113,7 +113,7 @@ def test_tokens_are_those_of_masked_logits(tiny, compiler, expected):
     assert found.tolist() == [token for tokens in expected for token in tokens]
 
 
-@pytest.mark.matrix("host masks", "n-grams")
+@pytest.mark.matrix("host masks")
 @pytest.mark.parametrize("variant", quick(VARIANTS, "host masks", "tables that come later", "n-grams"))
 def test_tokens_are_the_same(tiny, compiler, expected, variant):
     options, draft, waits = VARIANTS[variant]
@@ -165,6 +165,7 @@ def test_tokens_that_do_not_count_leave_nothing_behind(tiny, compiler, monkeypat
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar_memory", [0, 32])
 def test_several_answers_with_prefixes(tiny, compiler, expected, grammar_memory):
     """Twice in one engine: the second time prompts are found in the cache."""
@@ -221,6 +222,7 @@ def test_what_contradicts_the_grammar(tiny, compiler, options, draft):
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_grammar_begins_after_the_reasoning(tiny, compiler):
     """The reasoning is free text without an end; one that does not open is under the grammar at once."""
     think, params = Tags("<", ">"), SamplingParams(max_tokens=60, temperature=1.5, seed=3, top_p=0.9)
@@ -241,6 +243,7 @@ def test_the_grammar_begins_after_the_reasoning(tiny, compiler):
     assert re.fullmatch("(<[^>]*>)?[0-9]{3}", found[""][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_grammars", quick([20, 500], 20))
 def test_no_grammar_compiles_a_program(tiny, compiler, num_grammars):
     engine = open_engine(tiny, grammar_memory=1)

@@ -81,6 +81,7 @@ def test_every_pass(model, variant):
         check(model, output, added)
 
 
+@pytest.mark.slow
 def test_preempted_and_several_answers(model):
     prompt, params = PROMPTS[2], replace(GREEDY, max_tokens=40)
     with LLM(model, tapped_layers=LAYERS, **OPTIONS | {"num_pages": 12}) as llm:

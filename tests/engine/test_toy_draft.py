@@ -223,6 +223,7 @@ def test_one_answer(model, expected, variant):
         check_idle(llm)
 
 
+@pytest.mark.slow
 def test_taps_between_layers_trace_no_layer_again(model, monkeypatch):
     """The first layer of a kind is traced where it stands, and once more for all others."""
     traced, bind_layer = [], decoder.bind_layer

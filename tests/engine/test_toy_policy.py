@@ -226,6 +226,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "variant", [pytest.param(one, marks=[] if "n-grams" in one else pytest.mark.slow) for one in VARIANTS]
@@ -315,6 +316,7 @@ def run_random_work(monkeypatch, seeds, num_operations: int) -> None:
     assert min(moved, preemptions, reused, back) > 0
 
 
+@pytest.mark.slow
 def test_random_work_gives_one_answer(monkeypatch):
     run_random_work(monkeypatch, range(40), 10_000)
 

@@ -7,6 +7,8 @@ ago, so this runs in a process of its own.
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys
 import jax
@@ -28,6 +30,7 @@ with LLM((TINY, init_params(TINY, jax.random.key(0))), max_seqs=1, max_model_len
 """
 
 
+@pytest.mark.slow
 def test_explain_and_pallas_retrace_nothing():
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=250)
     assert found.returncode == 0, found.stderr[-2000:]

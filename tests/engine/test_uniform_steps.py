@@ -88,6 +88,7 @@ def test_every_bit_is_that_of_one_step_alone(weights, kv_dtype, draft):
     assert together(weights, kv_dtype, **drafting(draft)) == alone(weights, kv_dtype)
 
 
+@pytest.mark.slow
 def test_every_pass_has_the_same_arithmetic(monkeypatch):
     """Those of prompts, and those in the loop of a dispatch: on a CPU attention rounds alike in both, on a TPU not."""
     passes = []
@@ -125,6 +126,7 @@ def halves(weights: str, **options) -> tuple[list, list]:
     return [(tokens[n:], logprobs[n:]) for (tokens, logprobs), n in zip(whole, middles, strict=True)], found
 
 
+@pytest.mark.slow
 def test_a_token_decoded_has_the_bits_of_one_in_a_prompt():
     """In float32 and alone, where XLA:CPU rounds a product of one row otherwise than one of many."""
     decoded, given = halves("float32")

@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
     return save_huggingface(TINY, params_of(0), tmp_path_factory.mktemp("weights") / "model", dtype="float32")
 
 
-@pytest.mark.matrix("plain-None", "replicas-None")
+@pytest.mark.matrix("plain-None")
 @pytest.mark.parametrize(
     ("kind", "how"),
     quick(

@@ -95,6 +95,7 @@ def open_llm(model, **options) -> LLM:
     return LLM(model, **{**OPTIONS, **options})
 
 
+@pytest.mark.slow
 def test_alone_is_what_dense_attention_gives(model, expected):
     config, params = model
     pairs = [(number, tokens) for number, found in enumerate(expected) for tokens in found[:1]]
@@ -237,6 +238,7 @@ def check_slides(num_tokens: int) -> None:
         check_idle(llm)
 
 
+@pytest.mark.slow
 def test_a_window_slides_in_bounded_memory():
     check_slides(400)
 

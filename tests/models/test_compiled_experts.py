@@ -93,6 +93,7 @@ def test_a_gpu_that_decodes_holds_less_than_a_stack():
     assert found.temporary_bytes < 0.15 * 2 * E * EXPERT
 
 
+@pytest.mark.slow
 def test_a_gpu_that_prefills_holds_one_expert_at_a_time():
     rows = 2048 * C * D * 2  # the results to be combined
     assert compiled("h100", 2048).temporary_bytes < rows + 8 * 2 * EXPERT

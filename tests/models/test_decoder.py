@@ -302,6 +302,7 @@ def test_a_pass_through_a_70b_model_has_the_right_shapes():
 # Binding.
 
 
+@pytest.mark.slow
 def test_parameters_that_do_not_fit_are_named():
     params = init_params(PLAIN, jax.random.key(0))
     del params["layers"]["1"]["mlp_norm"]
@@ -346,6 +347,7 @@ def test_layers_of_one_kind_are_traced_twice(monkeypatch):
 # Computing.
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @TWO_CONFIGS
 def test_incremental_equals_full(config):
@@ -386,6 +388,7 @@ def test_leading_dimensions_are_free():
         np.testing.assert_allclose(flat(params, TOKENS[row]), expected[row], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tied_logits_use_the_embedding():
     params = random_params(TIED)
     untied = {**params, "lm_head": params["embed"].T}

@@ -111,6 +111,7 @@ def test_a_choice_of_all_tokens_is_latent_attention():
     np.testing.assert_allclose(states(config, params), states(DENSE, plain), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_choice_of_few_tokens_differs():
     config = sparse(8)
     params = params_of(config)
@@ -172,6 +173,7 @@ def test_an_engine_refuses_what_is_not_there(options, named):
         LLM((config, params_of(config)), max_model_len=64, **options)
 
 
+@pytest.mark.slow
 def test_rounded_keys_are_refused():
     config = sparse(8)
     params = params_of(config)

@@ -241,6 +241,7 @@ def test_what_is_not_finite_stays_with_its_token(form):
     assert bad.nonzero()[0].tolist() == [3, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "recipe", ["int8", "int4-g32-asym", pytest.param("nf4-dq", marks=pytest.mark.slow), "mxfp4", "fp8-block"]

@@ -84,6 +84,7 @@ def full(config, params, tokens):
     return bind(config, params)(tokens, positions, attend_without_cache)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_chunks_in_rows_of_a_cache(model):
     """Two sequences of other lengths in the rows of a cache that held others."""
@@ -136,6 +137,7 @@ def step_tokens(prompts, starts, lengths, size):
     return np.pad(np.concatenate(parts), (0, size - sum(lengths)))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_ragged_batches_in_pages_and_slots(model):
     """Prompts in chunks beside decode steps and idle slots; a slot is taken over from another sequence."""
@@ -191,6 +193,7 @@ def test_a_rejected_draft_leaves_no_trace(model, is_uniform):
         starts += np.asarray(kept, np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_a_state_of_another_slot_is_noticed(model):
     """The comparisons above can fail."""
@@ -209,6 +212,7 @@ def test_a_state_of_another_slot_is_noticed(model):
     assert differs == [True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_taps_are_those_of_the_parts_that_a_layer_has(model):
     config, params = model

@@ -128,6 +128,7 @@ ODD_SIZES = {"intermediate_size": 90, "vocab_size": 101}
 QUICK_RESIZED = [("int8", ODD_SIZES), ("int4-g32-asym", {}), ("nf4", ODD_SIZES), ("fp8-block", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("recipe", "changes"),

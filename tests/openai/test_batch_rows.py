@@ -70,6 +70,7 @@ def test_rows_of_every_endpoint_are_answered_as_requests_are(run, make_service):
     assert answers["/v1/embeddings"]["body"]["data"][2]["index"] == 2
 
 
+@pytest.mark.slow
 def test_tools_that_only_openai_has_are_ignored_with_a_warning_as_by_the_server(run, make_service, caplog):
     body = ROWS["/v1/responses"] | {"tools": [{"type": "web_search"}]}
     _, answers = run({name: ("/v1/responses", one) for name, one in {"a": ROWS["/v1/responses"], "b": body}.items()})

@@ -237,6 +237,7 @@ OF_LIBRARY = {"messages", "tools", "tool_choice", "parallel_tool_calls", "reason
 }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )

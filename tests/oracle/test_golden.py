@@ -122,6 +122,7 @@ def answers(checkpoint):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(CASES, THROUGH_THE_ENGINE))
 def test_greedy_tokens_through_the_paged_engine(name, answers):

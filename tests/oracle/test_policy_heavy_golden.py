@@ -72,6 +72,7 @@ def stored(llm: LLM, sequence: SequenceState) -> tuple[list[np.ndarray], list[np
     return [x.reshape(-1, *x.shape[2:]) for x in keys], [x.reshape(-1, x.shape[2]) for x in sums]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("seed", "budget"), CASES)
 def test_the_same_positions_are_kept_and_logits_agree(checkpoint, seed, budget):

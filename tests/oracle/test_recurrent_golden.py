@@ -39,6 +39,7 @@ def test_hidden_states_and_logits(name, tmp_path):
     assert parity.max_error(parity.logits(config, params, hidden[-1]), logits) <= parity.TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [pytest.param(37), pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)

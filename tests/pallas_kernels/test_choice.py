@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_cpu_does_not_import_the_kernels_of_other_chips():
     """They take a third of a second of every start."""
     code = """

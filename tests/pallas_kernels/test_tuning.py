@@ -99,6 +99,7 @@ def test_tune_writes_what_is_faster_and_goes_on_where_it_stopped(tables, monkeyp
     assert tuning.table("cpu") == found["sizes"]
 
 
+@pytest.mark.slow
 def test_the_measured_loop_runs_every_kind_of_step():
     for shape in (
         decode_shape("qwen3-0.6b", 2, 40, dtype="float32", cache_dtype="int8", page_size=16),

@@ -19,6 +19,7 @@ def request(place, mesh=None, options=OPTIONS):
     return HeadTrainingRequest("llama-3-8b", LLAMA_3_8B, params, parse_place(place), options, mesh)
 
 
+@pytest.mark.slow
 def test_parts_are_sharded_along_the_models_axis_alone():
     alone = plan_head_training(request("h100"), compiles=False)
     parts = {

@@ -118,6 +118,7 @@ def test_copies_on_a_cpu(params, monkeypatch):
     assert float32_copies(quantize_params(short, "int8"))[1].num_copyable == 0
 
 
+@pytest.mark.slow
 def test_rounded_while_it_is_loaded(params):
     """`quantize=` of a live model is `quantize_params`; of a checkpoint the same, tensor by tensor."""
     with LLM("demo", max_seqs=1, max_model_len=64) as plain, LLM("demo", quantize="int8", max_seqs=1) as llm:
@@ -170,6 +171,7 @@ def test_counting(params):
     assert num_bytes(quantized["layers"]) > layers  # here each 4-bit value has a byte
 
 
+@pytest.mark.slow
 def test_shardings(params):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (parallel.MODEL,))
     blocks = Recipe("fp8", 8, (48, 48))  # of which no part holds whole ones, as of 576 rows in blocks of 128

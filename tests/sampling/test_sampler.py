@@ -166,6 +166,7 @@ def generate(logits, rows, start=3):
     return outputs
 
 
+@pytest.mark.slow
 def test_rows_decode_the_same_alone_and_anywhere_in_any_batch():
     """Tokens, logprobs and ranks, bit for bit, over several steps with a history."""
     logits, rows = mixed()

@@ -128,6 +128,7 @@ def content(value):
     return [content(part) for part in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 def test_every_route_takes_the_name_of_an_adapter(engine, make, monkeypatch):
     monkeypatch.setattr(engine.llm.embedder, "config", EmbeddingConfig("last"))
 

@@ -227,6 +227,7 @@ def test_random_comings_and_goings_leave_nothing():
     assert (place.num_running, place.num_waiting, place.num_waiting_tokens) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_the_server_refuses_what_is_too_much_and_loses_nothing_that_it_took(make_service, engine):
     service = make_service(max_queued=3)
     client = Client(make_app(service))

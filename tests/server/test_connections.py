@@ -105,6 +105,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_does_not_end_is_cut_off(make_service, name):
     head, piece = ENDLESS[name]
@@ -181,6 +182,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a whole answer", pytest.param("a stream", marks=pytest.mark.slow)])
 def test_a_client_that_does_not_read_is_disconnected(make_service, engine, monkeypatch, name):
     """Also where its answer is larger than the buffers of both systems."""

@@ -63,6 +63,7 @@ def test_answers_are_those_of_plain_decoding(engine, drafting):
     assert 50 < stats.accepted < stats.proposed - 50
 
 
+@pytest.mark.slow
 def test_deltas_are_those_of_plain_decoding(engine, drafting):
     params = SamplingParams(temperature=0.4, seed=3, n=2, max_tokens=25)
 

@@ -36,6 +36,7 @@ async def last_output(deltas):
     return [delta.output async for delta in deltas if delta.output is not None][-1]
 
 
+@pytest.mark.slow
 def test_states_are_those_of_generate(tapped):
     answer = post(tapped, {"prompt": TEXT, "layers": [1, 0], "max_tokens": 5})
     assert (answer.status, answer.headers["content-type"]) == (200, "application/octet-stream"), answer.body

@@ -92,6 +92,7 @@ def compare(engine, num_requests, num_clients):
             assert tokens == offline_answer(engine, body), (number, body)
 
 
+@pytest.mark.slow
 def test_a_few_mixed_requests(engine):
     compare(engine, 10, 5)
 

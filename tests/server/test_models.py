@@ -750,6 +750,7 @@ def offline(checkpoint, prompt, **params):
     return llm.generate(prompt, SamplingParams(**base), use_tqdm=False)[0].outputs[0].text
 
 
+@pytest.mark.slow
 def test_a_server_of_two_models_with_room_for_one(checkpoints):
     names = checkpoints[:2]
 

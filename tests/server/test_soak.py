@@ -19,6 +19,7 @@ def port_of(url):
     return urllib.parse.urlsplit(url).port
 
 
+@pytest.mark.slow
 def test_random_load_leaves_nothing(make_service, engine):
     service = make_service()
     with listening(make_app(service)) as url:

@@ -123,6 +123,7 @@ def test_an_update_clears_the_blocks_that_are_told_of(clients, engine):
         engine.llm.engine.scheduler.prefixes.observer = None
 
 
+@pytest.mark.slow
 def test_a_client_that_dies_leaves_a_model_that_waits(clients):
     admin, user, _ = clients
 
@@ -147,6 +148,7 @@ def test_a_client_that_dies_leaves_a_model_that_waits(clients):
     asyncio.run(check())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [

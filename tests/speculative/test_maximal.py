@@ -252,6 +252,7 @@ right = {name: getattr(maximal, name) for name in ("acceptance", "residual", "wi
 ERRORS = {"acceptance": inverted, "residual": unsigned, "without": unchanged}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ERRORS)
 def test_planted_errors_are_found_by_both(name, monkeypatch):
@@ -277,6 +278,7 @@ def random_rows(num_rows, width, vocab_size=V):
     return target, draft, np.where(is_child, children, vocab_size), is_child, SEEDS[:num_rows], positions
 
 
+@pytest.mark.slow
 def test_a_row_without_children_is_sampled_plainly():
     num_rows, vocab_size = 64, 1000
     rows = [SamplingRow(SamplingParams(temperature=1.0, seed=i)) for i in range(num_rows)]

@@ -16,6 +16,7 @@ def taken(rows) -> dict[int, tuple[int, int]]:
     return {int(starts[slot]) + node: (slot, node) for slot in range(len(counts)) for node in range(int(counts[slot]))}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(0, 4))
 def test_each_node_has_one_row(lengths, spare):

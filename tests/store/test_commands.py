@@ -96,6 +96,7 @@ def test_pull_says_what_would_fit(jaxinfer, json_lines, hub, monkeypatch):
     assert "does not fit: needs" in scarce["fits"]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

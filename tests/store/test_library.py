@@ -96,6 +96,7 @@ def test_aliases_and_folders_win_over_short_names(tmp_path, monkeypatch):
     assert (found.hub, found.system) == (HubName("google/gemma-3-1b-it"), "Be brief.")
 
 
+@pytest.mark.slow
 def test_a_short_name_is_its_repository_in_every_command(hub, files, jaxinfer, tmp_path):
     hub.push(SMALL, files)
     result = jaxinfer("pull", "qwen3:0.6b")

@@ -166,6 +166,7 @@ def test_what_is_written_to_toml_is_read_back(plain, table):
     assert tomllib.loads(toml_text(data)) == data
 
 
+@pytest.mark.slow
 def test_what_another_tool_downloaded_is_used_without_a_network(hub, monkeypatch):
     huggingface_hub.snapshot_download(REPOSITORY)
     commit = find_model(REPOSITORY, offline=True).hub.revision

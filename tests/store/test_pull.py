@@ -123,6 +123,7 @@ def test_a_gguf_file_that_lacks_a_part_is_refused(hub):
 CONFIG = json.dumps({"architectures": ["Evil"], "auto_map": {"AutoModel": "modeling_evil.Evil"}}).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repository", "message"),
     [
@@ -259,6 +260,7 @@ def test_killed_at_thirty_points(hub, files, worker, pulled_names):
     assert pulled_names() == ["someone/large"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_pulled_and_served(hub, pulled_names, tmp_path):
     import tokenizers
 

@@ -42,6 +42,7 @@ def speculate(params, row: np.ndarray, prompt_length: int, k: int) -> tuple[int,
     return accepted, proposed, rounds
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_measured_acceptance_is_that_of_speculation(k):

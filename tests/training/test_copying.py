@@ -24,6 +24,7 @@ def choices(config, params, tokens):
     return np.asarray(jax.jit(lambda p, t: jnp.argmax(sequence_logits(config, p, t), axis=-1))(params, tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_repeated_text_is_continued(is_tied):
     config = replace(CONFIG, tie_word_embeddings=is_tied)

@@ -92,6 +92,7 @@ def interrupt(folder, monkeypatch):
             run(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [interrupt, pytest.param(kill_process, marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_ends_as_one_never_stopped(tmp_path, monkeypatch, stop):
     whole = run(tmp_path / "whole")
@@ -126,6 +127,7 @@ def test_texts_written_before_an_interruption_are_kept(tmp_path, monkeypatch):
     assert asked == [44]
 
 
+@pytest.mark.slow
 def test_another_run_is_not_mixed_in(tmp_path):
     run(tmp_path)
     with pytest.raises(ValueError, match=r"temperature=0\.6, not 1\.0"):

@@ -111,7 +111,7 @@ def differing(found: Sequence[list], expected: Sequence[list], tolerance: float 
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=0)
 
 
-@pytest.mark.parametrize(("dtype", "slots"), [("float32", 4), ("bfloat16", 1)])
+@pytest.mark.parametrize(("dtype", "slots"), [pytest.param("float32", 4, marks=pytest.mark.slow), ("bfloat16", 1)])
 def test_every_bit_is_that_of_the_engine(dtype, slots):
     """Answers decoded with drafts of n-grams, prompts in chunks, prefix hits, and scores are compared;
     one slot's product with the output layer has a row less than any other."""

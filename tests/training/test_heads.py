@@ -94,6 +94,7 @@ def trained(tmp_path_factory):
     return {kind: run(tmp_path_factory.mktemp(kind), options) for kind, options in KINDS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_falls(trained, kind):
     result = trained[kind]
@@ -151,6 +152,7 @@ def test_stored_states_train_as_those_that_are_computed_again(trained, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, repeated.params, stored.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [interrupt, pytest.param(kill_process, marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_ends_with_the_same_weights(trained, tmp_path, monkeypatch, stop):
     stop(tmp_path, monkeypatch)

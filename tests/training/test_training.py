@@ -31,6 +31,7 @@ def run(folder, options=OPTIONS):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path):
     losses = [metrics["loss"] for _, metrics in run(tmp_path).history]
     assert losses[-1] < 0.7 * losses[0]

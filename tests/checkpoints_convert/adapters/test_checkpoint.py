@@ -36,6 +36,7 @@ def edit(folder: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["native", "huggingface"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral_apart"])
 def test_a_written_model_is_the_merged_one(name, to, tmp_path):

@@ -272,6 +272,7 @@ def fuzz(whole: tuple[Path, bytes, int], data: st.DataObject) -> None:
     assert peak <= 2 * len(raw) + 2**20
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_fuzz(whole, data):

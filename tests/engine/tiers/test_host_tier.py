@@ -84,6 +84,7 @@ def test_one_answer(tiny, name):
     compare(tiny, **COMBINATIONS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", quick([2, 4], 4))
 def test_one_answer_in_a_batch_that_is_preempted(tiny, together):
     """Beside others, with sampling and several answers to each prompt, in a pool for one and a half."""
@@ -113,6 +114,7 @@ def test_each_replica_has_host_memory_of_its_own(tiny):
             assert engine.scheduler.counters.host_bytes_out > 0
 
 
+@pytest.mark.slow
 def test_a_preempted_answer_computes_less_than_a_page_again(tiny):
     """What it had moves to the host when others take its pages, and comes back with it."""
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
@@ -129,6 +131,7 @@ def test_a_preempted_answer_computes_less_than_a_page_again(tiny):
     assert computed[1] <= again < computed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", quick(["exact", "maximal"], "exact"))
 def test_the_cache_of_a_draft_model_moves_too(tiny, acceptance):
     """The model drafts for itself, so everything is accepted, unless its keys are not where they should be."""
@@ -172,6 +175,7 @@ def test_saved_states_move_too(num_saved_states):
         assert llm.engine.scheduler.tier.pools[1].num_used > 0
 
 
+@pytest.mark.slow
 def test_a_preempted_answer_goes_on_from_its_last_saved_state():
     """Of a model with states: what comes after the last border of its prompt is computed again, and not the prompt."""
     config = replace(MIXED, max_position_embeddings=1024)
@@ -192,6 +196,7 @@ def test_a_preempted_answer_goes_on_from_its_last_saved_state():
     assert computed[1] <= again < computed[0]
 
 
+@pytest.mark.slow
 def test_bits_come_back_as_they_left(tiny):
     """Bit for bit, in the order in which pages were asked for, whatever their number."""
     with LLM(tiny, **OPTIONS, host_cache_gib=GIB) as llm:
@@ -210,6 +215,7 @@ def test_bits_come_back_as_they_left(tiny):
             assert any((one[1] != one[2]).any() for one in before)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up(tiny):
     with LLM(tiny, **OPTIONS, host_cache_gib=GIB) as llm:
         llm.warm_up()

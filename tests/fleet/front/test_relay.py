@@ -401,6 +401,7 @@ def test_a_client_that_leaves_ends_the_answer():
     uvloop.run(asyncio.wait_for(check(), 20))
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_costs_its_own_stream_only():
     sent = []
 

@@ -49,6 +49,7 @@ def check(run, requests):
     assert len(run["memory"]["seconds"]) == len(run["memory"]["rss_bytes"])
 
 
+@pytest.mark.slow
 def test_latency_counts_all_batches_but_the_first(bench):
     ended = []
     options = runs.RunOptions(progress=lambda: ended.append(1))
@@ -70,6 +71,7 @@ def test_throughput_serves_more_requests_than_slots(bench):
     assert run["cost_per_million_tokens"]["out"] > run["cost_per_million_tokens"]["total"] > 0
 
 
+@pytest.mark.slow
 def test_load_streams_to_clients_who_arrive(served):
     requests = WORKLOAD.requests(5, 64)
     times = [0.0, 0.01, 0.02, 0.02, 0.1]

@@ -56,6 +56,7 @@ def test_equal_starts():
     assert [equal_start(one, [1, 2, 3]) for one in ([1, 2, 3], [1, 2, 4], [5], [1, 2])] == [3, 2, 0, 2]
 
 
+@pytest.mark.slow
 def test_a_policy_is_applied_while_the_texts_are_read(params):
     """Tokens within the policy's first pages are as with the full cache, later ones are not."""
     one = reporter(params, num_answers=0)
@@ -69,6 +70,7 @@ def test_a_policy_is_applied_while_the_texts_are_read(params):
     assert difference[:24].max() < 1e-4 < difference[24:].min()  # pages of sinks, of the window, and the own one
 
 
+@pytest.mark.slow
 def test_figures_of_the_full_cache_and_of_smaller_ones(params):
     one = reporter(params)
     assert one.computed == "float32"
@@ -82,6 +84,7 @@ def test_figures_of_the_full_cache_and_of_smaller_ones(params):
     assert kept.seconds_per_token > 0
 
 
+@pytest.mark.slow
 def test_where_prompts_are_compacted_the_second_half_is_measured(params):
     """Its states are those of dense attention to what the policy leaves of the first half."""
     policy, config = "snapkv(40)", replace(CONFIG, max_position_embeddings=256)
@@ -128,6 +131,7 @@ def test_what_answers_lose_or_read_is_measured_on_the_second_half(policy):
     np.testing.assert_allclose(found, jax.nn.log_softmax(dense), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_needles_of_each_length_and_depth_against_the_full_cache(params):
     one = reporter(params, num_needles=1, num_answers=0, text_tokens=246, num_texts=1)
     one.model = replace(one.model, config=replace(CONFIG, max_position_embeddings=256))

@@ -43,6 +43,7 @@ def test_the_calls_take_all_ways():
     assert {size > FLAT_COLUMNS for size in sizes} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flat", "blocks"])
 def test_bfloat16_is_summed_in_float32(name):
     """Rounded are what A gives, by 2^-9 at most of each number, and once the result."""
@@ -100,6 +101,7 @@ def changed(call: AdapterCall, kept: int) -> AdapterCall:
     )
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("name", ["flat", "blocks", "many_rows"])
 @pytest.mark.optimized

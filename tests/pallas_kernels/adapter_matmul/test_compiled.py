@@ -43,6 +43,7 @@ def compiled(chip: str, name: str, slots: int, rank: int, rows: int = ROWS):
     return program, 2 * sum(sizes), 2 * rows * (inputs + 2 * sum(outputs)), min(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "name"), quick(CASES, ("v6e", "qkv"), ("h100", "qkv")))
 def test_few_slots_are_read_once(chip, name):

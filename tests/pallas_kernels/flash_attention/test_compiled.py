@@ -84,6 +84,7 @@ def test_the_gradient_on_a_tpu_holds_no_scores():
     assert found.temporary_bytes < shape.heads[0] * shape.num_queries**2 * 4 / 2
 
 
+@pytest.mark.slow
 def test_the_automatic_choice_is_the_kernel_and_its_cost_is_counted():
     shape = FlashShape(1024, heads=(2, 1), head_dim=128, dtype="bfloat16", return_lse=False)
     found = compile_for("v6e", shape)
@@ -102,6 +103,7 @@ def test_every_head_dim_compiles_for_a_tpu(head_dim):
     compile_for("v6e", replace(EVERYTHING, head_dim=head_dim), "pallas_tpu")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", quick(pallas_gpu.HEAD_DIMS, 256))
 def test_every_head_dim_compiles_for_a_hopper(head_dim):

@@ -121,6 +121,7 @@ def test_the_interpreter_flags_a_copy_that_nobody_waits_for(race_check):
 RAGGED = FlashShape(40, 200, heads=(2, 1), offset=(0, 30, 150), lengths=(40, 70, 190))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "attend",
@@ -147,6 +148,7 @@ def test_rows_are_independent_to_the_bit_and_a_nan_is_never_hidden(attend):
         assert np.isnan(lse[1]).all() == (name != "v")
 
 
+@pytest.mark.slow
 @ON_TPU
 def test_a_row_is_the_same_bits_beside_any_neighbours(attend):
     rng = np.random.default_rng(0)
@@ -167,6 +169,7 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(attend):
             assert np.array_equal(one[0], other[0])
 
 
+@pytest.mark.slow
 @ON_XLA
 @pytest.mark.optimized
 def test_unused_capacity_changes_no_bit(attend):
@@ -195,12 +198,14 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(GRADIENTS, "everything"))
 def test_gradients_equal_those_of_dense_attention(name, attend_xla):
     check_gradients(GRADIENTS[name], attend_xla)
 
 
+@pytest.mark.slow
 @ON_TPU
 def test_gradients_through_every_implementation(attend):
     # One gradient serves all; what it needs of an implementation is a right log-sum-exp.

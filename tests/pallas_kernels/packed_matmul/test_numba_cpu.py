@@ -69,6 +69,7 @@ def test_a_row_has_the_same_bits_from_1_to_2048_rows(name, activations):
         np.testing.assert_array_equal(product(form, arrays, x[:count]), together[:count])
 
 
+@pytest.mark.slow
 def test_an_output_does_not_depend_on_the_others():
     """To the bit: nor, therefore, on the thread that computes it."""
     form, arrays, _ = make("q4_1", 512, 640)
@@ -79,6 +80,7 @@ def test_an_output_does_not_depend_on_the_others():
         np.testing.assert_array_equal(product(form, arrays, x)[:, 192:256], product(own, part, x))
 
 
+@pytest.mark.slow
 def test_weights_of_several_kinds_in_one_call():
     weights = [make(name, K, size) for name, size in (("q4_1", 100), ("q6_k", 64), ("bfloat16", 30), ("int4", 200))]
     call = jax.jit(lambda x, arrays: packed_matmul(x, list(zip([form for form, *_ in weights], arrays, strict=True))))

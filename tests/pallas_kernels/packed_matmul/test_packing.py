@@ -216,6 +216,7 @@ def test_numbers_without_factors_have_none(number, is_alone, place):
     assert_factors(numbers, 32, has_factors=None if np.isfinite(number) else False)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 20), st.sampled_from((8, 16, 32, 64)), st.integers(1, 128), st.integers(0, 2**32 - 1))
 def test_any_largest_number_has_the_factors_of_plain_numpy(groups, group, largest, seed):

@@ -60,6 +60,7 @@ def gpu_interpreter(monkeypatch):
 # In the interpreter
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(SMALL, "decode_int8_page_64"))
 def test_suite(name, check, gpu_interpreter):
@@ -406,6 +407,7 @@ def test_temporaries_beside_what_is_read(case, share):
     assert compiled.temporary_bytes <= share * read
 
 
+@pytest.mark.slow
 def test_block_sizes_change_no_answer(check, gpu_interpreter, with_dtypes):
     with tuning.force(gpu_schedule.SHORT_NAME, split_keys=128, stages=3):
         check(with_dtypes(SMALL["decode_page_64"], "bfloat16", "bfloat16"), "pallas_gpu", "separate")

@@ -173,6 +173,7 @@ TRAFFIC = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(TRAFFIC, "int8", "window"))
 def test_bytes_moved(name, transfers, tpu_interpreter):
@@ -227,6 +228,7 @@ def test_each_missing_wait_is_noticed(monkeypatch, capfd):
     assert sum(has_race for has_race, _ in found) > num_waits / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["verify_tree", "mixed", "decode_int8"], "decode_int8"))
 def test_bits_do_not_depend_on_neighbours(name, check_alone, tpu_interpreter, small_blocks):
     call = jitted(SMALL[name])

@@ -110,6 +110,7 @@ def test_bits_are_of_the_vector_alone(width):
         np.testing.assert_array_equal(np.concatenate([one[index] for one in alone]), wanted)
 
 
+@pytest.mark.slow
 def test_what_is_no_number_stays_visible():
     x = jnp.asarray(normal(4, 64)).at[1, 3].set(jnp.nan).at[2, 5].set(-jnp.inf).at[3].set(0)
     back = stored(x)

@@ -31,6 +31,7 @@ def test_suite(name, check):
     check(SMALL[name], "xla", "separate")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(FOUR_BITS, "decode_int4_head_dim_96", "verify_tree_int8_int4"))
 def test_suite_of_four_bits(name, check):
@@ -77,6 +78,7 @@ def test_the_suite_finds_a_wrong_key(check, monkeypatch, traced_anew):
         check(SMALL["decode_around_a_page"], "xla", "separate")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(["decode_window", "verify_tree", "mixed", "prefill_int8"], "mixed"))
 @pytest.mark.optimized
@@ -86,6 +88,7 @@ def test_bits_do_not_depend_on_neighbours(name, check_alone):
     check_alone(shape, call)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_bits_do_not_depend_on_the_chunks_of_a_prompt():
     """300 tokens in one chunk, or in chunks of 100, 17 and 183, in one program of fixed shape."""

@@ -94,6 +94,7 @@ def test_a_token_that_forgets_all_leaves_the_digits_of_the_others(kind, g):
         np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("short_tokens", quick([1, 4], 4))
@@ -145,6 +146,7 @@ def test_neighbours_and_slots_change_no_bit(kind, is_uniform):
     np.testing.assert_array_equal(kept[0], state[0])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_uniform", [False, True])
@@ -232,6 +234,7 @@ def flops_of(jaxpr, trips: int) -> tuple[int, int]:
     return products, others
 
 
+@pytest.mark.slow
 def test_gradients_of_full_sequences_are_finite():
     tokens = jax.tree.map(lambda x: x[None], tokens_of(4, 70, "gated_delta"))
     gradients = jax.grad(lambda tokens: jnp.sum(recurrence_of_sequences(tokens) ** 2))(tokens)
