@@ -102,8 +102,9 @@ async def _begin(
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
     resumed = resumed if is_stream else None
     begun = None if record.sent_tokens is None else _begun(model, job, resumed, record.sent_tokens)
-    tells = service.options.accept_sent_tokens and TELL_TOKENS in request.headers
-    generation = Generation(service, lease, job, record, resumed, begun=begun, tells_tokens=tells)
+    has_front = TELL_TOKENS in request.headers
+    tells = service.options.accept_sent_tokens and has_front
+    generation = Generation(service, lease, job, record, resumed, begun=begun, tells_tokens=tells, has_front=has_front)
     record.received_seconds = time.perf_counter() - record.start
     try:
         await while_connected(request.receive, generation.prepare())

@@ -64,6 +64,7 @@ class Generation:
     Args:
       lease: of the model, released with `close`. resumed: what the client has already. begun: of each choice, its first
         tokens, which are not made again. tells_tokens: whether comments between the events tell the token ids.
+      has_front: whether a front reads the stream, which takes all comments out where there may be none.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Generation:
         *,
         begun: Sequence[BegunAnswer] | None = None,
         tells_tokens: bool = False,
+        has_front: bool = False,
     ):
         self._service, self._lease, self.model = service, lease, lease.model
-        self.job, self.record = job, record
+        self.job, self.record, self.has_front = job, record, has_front
         answers = self.model.answers
         is_read = job.asked.is_chat and answers.is_read(job.params, job.offer)
         self._offer, self._tags = job.read_offer, answers.reasoning if is_read else None
@@ -131,11 +133,6 @@ class Generation:
     def begun(self) -> Sequence[BegunAnswer]:
         """The first tokens of each choice, where the client has them."""
         return self._begun or ()
-
-    @property
-    def tells_tokens(self) -> bool:
-        """True if a front reads the stream, which takes comments out of it."""
-        return self._num_told is not None
 
     @property
     def is_resumed(self) -> bool:

@@ -219,7 +219,7 @@ class _Lines:
         return self._last(self.message(answer.text, answer.reasoning or "", calls), _reason(answer.finish_reason))
 
     def error_event(self, error: APIError) -> bytes:
-        is_gone = error.status == 503 and self._generation.tells_tokens
+        is_gone = error.status == 503 and self._generation.has_front
         return (b":unavailable\n" if is_gone else b"") + error_line(error)
 
     def begin(self) -> bytes:
@@ -231,7 +231,7 @@ class _Lines:
         if not (delta.text or reasoning or calls):
             return b""
         line = encode({**self._about(), **self.message(delta.text, reasoning, calls), "done": False}) + b"\n"
-        return b":%b%b" % (self._position.event_id(), line) if self._generation.tells_tokens else line
+        return b":%b%b" % (self._position.event_id(), line) if self._generation.has_front else line
 
     def pass_over(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> None:
         """The client has nothing of a call that is not complete."""

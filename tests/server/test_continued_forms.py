@@ -138,6 +138,24 @@ def test_a_stream_through_a_break_is_a_whole_one(client, name):
     asyncio.run(check())
 
 
+def test_a_server_that_takes_no_tokens_streams_through_a_front_too(make_service):
+    path, body = CASES["ollama-chat"]
+    client = Client(make_app(make_service()))
+
+    async def check():
+        raw = await asked(client, path, body, None, **{TELL: "1"})
+        sent = SentLines()
+        passed = sent.feed(raw[: len(raw) // 2])
+        assert len(passed.splitlines()) > 5
+        sent.begin_again()
+        assert sent.tokens() is None
+        passed += sent.feed(await asked(client, path, body, sent, **{TELL: "1"}))
+        assert sent.is_done
+        assert read(passed) == read(SentLines().feed(raw))
+
+    asyncio.run(check())
+
+
 def test_clients_of_these_routes_go_on_by_themselves(client):
     """With the id of the last event, and without tokens, which the server makes again."""
     path, body = CASES["messages"]

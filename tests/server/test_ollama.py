@@ -120,7 +120,7 @@ def test_what_changes_nothing_is_taken(client):
 
 
 def test_calls_of_tools_come_whole(service):
-    written = _ChatLines(None, SimpleNamespace(model=service.default, tells_tokens=False), POSITION)
+    written = _ChatLines(None, SimpleNamespace(model=service.default, has_front=False), POSITION)
     pieces = [
         (StreamDelta(0, "so ", [1]), "", None),
         (StreamDelta(0, "", [2]), "", ToolCallDelta(0, "call_1", "add", "")),
@@ -136,7 +136,7 @@ def test_calls_of_tools_come_whole(service):
 
 
 def test_a_call_that_is_cut_off_is_left_out(service):
-    written = _ChatLines(None, SimpleNamespace(model=service.default, tells_tokens=False), POSITION)
+    written = _ChatLines(None, SimpleNamespace(model=service.default, has_front=False), POSITION)
     assert written.add(StreamDelta(0, "", [1]), "", ToolCallDelta(0, "call_1", "add", "")) == b""
     cut = StreamDelta(0, "", [2], finish_reason="length")
     assert written.add(cut, "", ToolCallDelta(0, None, None, '{"a": 1')) == b""
