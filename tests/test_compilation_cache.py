@@ -45,7 +45,6 @@ def entries(folder):
     return {path.name: path.stat().st_size for path in (folder / "xla").iterdir()}
 
 
-@pytest.mark.slow
 def test_entries_that_cannot_be_read_are_compiled_and_kept_again(tmp_path):
     first, _ = run(tmp_path)
     whole = entries(tmp_path)

@@ -28,7 +28,6 @@ def spec_of(draft, **options) -> EngineSpec:
     return EngineSpec(CONFIG, PARAMS, EngineOptions(**SHAPES, **options), "cpu", draft=draft)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rounds_keep_rows_and_a_copy_of_the_drafts_states(name, deterministic):

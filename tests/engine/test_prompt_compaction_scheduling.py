@@ -27,7 +27,6 @@ def run_random_work(seeds: range, num_operations: int) -> None:
     assert min(preemptions, reused, failed, back) > 0
 
 
-@pytest.mark.slow
 def test_random_work_gives_one_answer():
     run_random_work(range(60), 20_000)
 

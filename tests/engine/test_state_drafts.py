@@ -77,7 +77,6 @@ def answers(llm: LLM, end: int = 18) -> list:
 CASES = [(name, setting) for name in DRAFTS for setting in SETTINGS]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "setting"), quick(CASES, ("near", "chunks of 64"), ("layers:2", "chunks of 16")))
 def test_drafts_change_no_answer(model, drafts, expected, name, setting):

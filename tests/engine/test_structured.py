@@ -113,7 +113,7 @@ def test_tokens_are_those_of_masked_logits(tiny, compiler, expected):
     assert found.tolist() == [token for tokens in expected for token in tokens]
 
 
-@pytest.mark.matrix("host masks")
+@pytest.mark.matrix("host masks", "n-grams")
 @pytest.mark.parametrize("variant", quick(VARIANTS, "host masks", "tables that come later", "n-grams"))
 def test_tokens_are_the_same(tiny, compiler, expected, variant):
     options, draft, waits = VARIANTS[variant]
@@ -165,7 +165,6 @@ def test_tokens_that_do_not_count_leave_nothing_behind(tiny, compiler, monkeypat
     engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("grammar_memory", [0, 32])
 def test_several_answers_with_prefixes(tiny, compiler, expected, grammar_memory):
     """Twice in one engine: the second time prompts are found in the cache."""
@@ -222,7 +221,6 @@ def test_what_contradicts_the_grammar(tiny, compiler, options, draft):
     engine.close()
 
 
-@pytest.mark.slow
 def test_the_grammar_begins_after_the_reasoning(tiny, compiler):
     """The reasoning is free text without an end; one that does not open is under the grammar at once."""
     think, params = Tags("<", ">"), SamplingParams(max_tokens=60, temperature=1.5, seed=3, top_p=0.9)

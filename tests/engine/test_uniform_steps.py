@@ -88,7 +88,6 @@ def test_every_bit_is_that_of_one_step_alone(weights, kv_dtype, draft):
     assert together(weights, kv_dtype, **drafting(draft)) == alone(weights, kv_dtype)
 
 
-@pytest.mark.slow
 def test_every_pass_has_the_same_arithmetic(monkeypatch):
     """Those of prompts, and those in the loop of a dispatch: on a CPU attention rounds alike in both, on a TPU not."""
     passes = []

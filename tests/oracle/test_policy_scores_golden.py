@@ -64,7 +64,6 @@ def kept(method: str, budget: int, layer: int, rope, q, k, v) -> list[list[int]]
     return [[*row, *range(NUM_TOKENS - WINDOW, NUM_TOKENS)] for row in found.tolist()]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix("1-snapkv", "1-expected_attention", "1-keydiff")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_positions_are_kept(layers, method):

@@ -28,7 +28,6 @@ def positions(rows: np.ndarray) -> list[list[list[int]]]:
     return [[head[head >= 0].tolist() for head in layer] for layer in rows]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix("1-snapkv-56", "2-expected_attention-56")
 @pytest.mark.parametrize(
     ("seed", "method", "budget"),

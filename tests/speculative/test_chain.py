@@ -41,7 +41,6 @@ class _AddsOne:
     mesh = None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("may_lack_one", "num_drafted", "passes"),
     [

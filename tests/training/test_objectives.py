@@ -75,7 +75,6 @@ def test_attention_by_head_is_that_of_scoring(window, num_kv_heads):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_losses_are_those_of_the_positions_that_count():
     """The label of a position is the token after it; a distillation's positions count as their weights say."""
     params, target = (

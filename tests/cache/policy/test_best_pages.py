@@ -130,7 +130,6 @@ def paper_choice(q: np.ndarray, keys: np.ndarray, table: list[int], position: in
     return [before[number] for number in sorted(order[:count])] + [table[position // SIZE]]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("stored", quick(EXACT, "float32", "bfloat16, interleaved"))
@@ -176,7 +175,6 @@ def test_bounds_are_bounds(stored):
     assert (scores <= most + 1e-9).all()
 
 
-@pytest.mark.slow
 def test_products_and_sums_are_the_same_bounds(monkeypatch):
     """The forms for TPUs, in several blocks of pages, and for others."""
     cache, _ = prompted("float32", 6, 46, chunk=46)
@@ -201,7 +199,6 @@ def answered(best: Quest, stored: str, together: int, num_tokens: int = 12):
     return np.concatenate(found), np.asarray(cache.layers[0].leaves[table[0, :num_full]], np.float32)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("stored", quick(STORED, "float32", "int8, interleaved"))
 def test_tokens_of_a_pass_choose_as_if_they_came_one_by_one(stored):
@@ -214,7 +211,6 @@ def test_tokens_of_a_pass_choose_as_if_they_came_one_by_one(stored):
     assert np.abs(answered(best_of(4), stored, 1)[0] - alone).max() > 1e-2
 
 
-@pytest.mark.slow
 def test_rejected_drafts_leave_nothing_behind():
     best = best_of(2)
     cache, table = prompted("float32", 8, 30, chunk=30)
@@ -227,7 +223,6 @@ def test_rejected_drafts_leave_nothing_behind():
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.slow
 def test_bounds_of_former_owners_are_noticed(monkeypatch):
     """The inverse test: were they widened and not computed anew, other pages would be chosen."""
     wanted, _ = answered(best_of(3), "float32", 3)
@@ -244,7 +239,6 @@ def test_bounds_of_former_owners_are_noticed(monkeypatch):
     assert np.abs(found - wanted).max() > 1e-2
 
 
-@pytest.mark.slow
 def test_a_choice_before_the_append_is_noticed(monkeypatch):
     """The inverse test: rows of a pass would not find the pages that it fills."""
     wanted, _ = answered(best_of(3), "float32", 12)

@@ -63,7 +63,6 @@ def logical(pages, shape: PageShape):
         yield np.asarray(rotation.rotate_back(read) if dtype == "int4" else read)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix("snapkv-int4-separate")
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
 @pytest.mark.parametrize("method", ["snapkv", "keydiff"])
@@ -86,7 +85,6 @@ def test_what_stays_is_chosen_from_stored_keys(method, dtype, layout):
     np.testing.assert_array_equal(after[0][TABLE], before[0][TABLE])  # the prompt stays where it is
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "layout"), quick(CASES, ("int4", "interleaved")))
 def test_what_stays_is_what_later_queries_are_expected_to_read(dtype, layout):
     """The moments are those of tokens before, and of the last ones, whose queries are given."""
@@ -109,7 +107,6 @@ def test_what_stays_is_what_later_queries_are_expected_to_read(dtype, layout):
             np.testing.assert_array_equal(new[:KEPT, head], old[wanted[head], head])
 
 
-@pytest.mark.slow
 def test_a_prompt_of_any_length_keeps_what_it_should():
     """One program: counts are numbers of the prompt."""
     k, q = jax.random.normal(jax.random.key(1), (72, 2, 8)), jax.random.normal(jax.random.key(2), (4, 4, 8))

@@ -87,7 +87,6 @@ def stored_keys(cache, slot: int) -> np.ndarray:
 CUTS = ([0, 45], [0, 5, 16, 17, 40, 45], [0, 8, 16, 24, 32, 40, 45], [0, 1, 2, 3, 44, 45])
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("is_uniform", [False, True])
 def test_sums_keep_every_bit_however_a_prompt_is_cut(is_uniform):
@@ -130,7 +129,6 @@ def test_sums_with_a_soft_cap():
     assert np.abs(wanted - expected_sums(stored_keys(cache, 1), LENGTH)).max() > 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["decode", "step", "uniform step", "replay"])
 def test_an_answer_adds_to_what_its_prompt_has(kind):

@@ -34,7 +34,6 @@ def before_rotation(rope: RopeConfig | None, q: np.ndarray) -> np.ndarray:
     return np.concatenate([pairs.real, pairs.imag, q[..., 2 * half :]], axis=-1)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(ROPES, "half, with a factor"))
 def test_blocks_add_up_to_the_moments_of_all_queries(name):

@@ -71,7 +71,6 @@ def test_a_system_prompt_of_10_000_tokens_is_there_after_a_restart(tiny, tmp_pat
     assert found[0][0][0] == expected[1][0][0]
 
 
-@pytest.mark.slow
 def test_other_weights_layouts_and_salts_find_nothing(tiny, tmp_path):
     run(tiny, tmp_path / "pages")
     config, params = tiny
@@ -190,7 +189,6 @@ def test_options_that_cannot_be_are_refused_by_name(options, message):
         EngineOptions(**options)
 
 
-@pytest.mark.slow
 def test_models_whose_pages_do_not_hold_a_prompt_are_refused_by_name(tiny, tmp_path):
     windows, states = model_of(WINDOWS["two windows and full"]), (MIXED, random_params(MIXED))
     for model, more, message in (

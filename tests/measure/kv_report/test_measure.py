@@ -84,7 +84,6 @@ def test_figures_of_the_full_cache_and_of_smaller_ones(params):
     assert kept.seconds_per_token > 0
 
 
-@pytest.mark.slow
 def test_where_prompts_are_compacted_the_second_half_is_measured(params):
     """Its states are those of dense attention to what the policy leaves of the first half."""
     policy, config = "snapkv(40)", replace(CONFIG, max_position_embeddings=256)
@@ -131,7 +130,6 @@ def test_what_answers_lose_or_read_is_measured_on_the_second_half(policy):
     np.testing.assert_allclose(found, jax.nn.log_softmax(dense), atol=1e-4)
 
 
-@pytest.mark.slow
 def test_needles_of_each_length_and_depth_against_the_full_cache(params):
     one = reporter(params, num_needles=1, num_answers=0, text_tokens=246, num_texts=1)
     one.model = replace(one.model, config=replace(CONFIG, max_position_embeddings=256))

@@ -45,7 +45,6 @@ def assert_equals_one_device(shape: PagedShape, out: np.ndarray, pages: Separate
             np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", quick(NAMES, *QUICK))
@@ -56,7 +55,6 @@ def test_parts_together_are_attention_to_all_keys(name, count):
         assert_equals_one_device(shape, out, pages)
 
 
-@pytest.mark.slow
 def test_each_part_gets_its_rows():
     shape = replace(SMALL["prefill_chunk"], num_padding=3)
     assert shape.num_tokens % 4 == 0
@@ -65,7 +63,6 @@ def test_each_part_gets_its_rows():
     assert_equals_one_device(shape, outs.reshape(shape.num_tokens, *outs.shape[2:]), pages)
 
 
-@pytest.mark.slow
 def test_the_check_finds_parts_in_each_others_places():
     shape = SMALL["mixed"]
     outs, pages = attend(shape, 4, shift=1)
