@@ -126,6 +126,7 @@ for turn in range(60):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_write_at_once_read_whole_entries(tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]

@@ -85,6 +85,7 @@ def test_a_step_lowers_the_loss(guide, params):
     np.testing.assert_allclose(losses[0], guide["loss_of"](params, guide["tokens"]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_taps(guide):
     assert guide["found"]["layers.1.residual"].shape == (1, 8, TINY.hidden_size)
 
@@ -102,6 +103,7 @@ def test_a_loop_over_the_preallocated_cache(guide, params, expected):
     assert np.stack(found, 1).tolist() == expected
 
 
+@pytest.mark.slow
 def test_a_loop_over_pages(guide, params, expected):
     step = jax.jit(guide["ragged_step"])
     table, lengths = jnp.asarray([[3, 1], [2, 4]]), jnp.asarray([5, 3])

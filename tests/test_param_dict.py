@@ -72,6 +72,7 @@ def test_a_dict_that_is_changed_later_does_not_reach_the_engine(own):
         assert llm.engine.spec.params["layers"]["0"] is not llm.engine.spec.params["layers"]["1"]
 
 
+@pytest.mark.slow
 def test_gradients_and_optax_take_them_and_give_what_can_be_changed(llm):
     optimizer = optax.sgd(0.1)
     gradients = jax.jit(jax.grad(loss))(llm.params)

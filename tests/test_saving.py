@@ -44,6 +44,7 @@ def names(folder):
     return {path.name for path in Path(folder).iterdir()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_comes_back_with_its_files(checkpoint, tmp_path):
     before, after = saved(str(checkpoint), tmp_path / "out")
     assert before == after

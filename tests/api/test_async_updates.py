@@ -95,6 +95,7 @@ def test_200_updates_under_32_requests():
         assert output.finish_reason == "abort" or len(output.token_ids) == 20
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_between_the_steps_of_an_update():
     async def main():
         async with AsyncEngine((TINY, numbered(10)), **RUN) as engine:

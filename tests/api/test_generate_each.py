@@ -37,6 +37,7 @@ def test_the_answers_are_those_of_generate(llm):
         assert found[key].finished
 
 
+@pytest.mark.slow
 def test_short_answers_do_not_wait_for_long_ones(llm):
     stream = [
         ("long", [1], SamplingParams(max_tokens=60, ignore_eos=True)),
@@ -99,6 +100,7 @@ def test_an_error_among_the_requests_aborts_what_runs(llm):
     assert not llm.engine.has_work
 
 
+@pytest.mark.slow
 def test_fingerprints_tell_models_apart(llm, params):
     def fingerprint(tree, **options):
         with LLM((TINY, tree), **{**OPTIONS, "max_seqs": 3, **options}) as other:

@@ -111,6 +111,7 @@ def test_answers_are_made_again_by_another_engine(checking, made):
     assert facts.keys() == {"page_size"}
 
 
+@pytest.mark.slow
 def test_any_range_of_a_claim_is_checked_in_few_passes(checking, made):
     rng = random.Random(2)
     before = checking.speculation_stats().accepted

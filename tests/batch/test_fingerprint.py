@@ -80,6 +80,7 @@ def test_every_part_of_a_quantized_weight_counts(params, name):
     assert read[0] != read[1]
 
 
+@pytest.mark.slow
 def test_room_for_adapters_changes_nothing(params):
     """Those that rows name are compared beside it."""
     assert fingerprint((CONFIG, params), max_adapters=1) == fingerprint((CONFIG, params))

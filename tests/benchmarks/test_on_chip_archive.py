@@ -22,6 +22,7 @@ def unpacked(folder: Path) -> Path:
     return folder / archive.FOLDER
 
 
+@pytest.mark.slow
 def test_the_archive_is_reproducible_and_small():
     content = archive.make(ROOT)
     assert content == archive.make(ROOT)

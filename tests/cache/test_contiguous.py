@@ -82,6 +82,7 @@ def test_an_empty_cache():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves), "two leaves share memory"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(13, 7), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((4, 4, 4, 4, 4), (1,) * 20, (20,)))]
 )
@@ -120,6 +121,7 @@ def test_ragged_rows_equal_full():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_are_taken_in_any_order():
     expected = full_hidden(PARAMS, TOKENS)
     cache = filled()
@@ -192,6 +194,7 @@ def test_what_an_earlier_request_left_is_never_read(num_rows):
         np.testing.assert_array_equal(out[row, :length], expected[row, :length])
 
 
+@pytest.mark.slow
 def test_a_nan_in_one_request_stays_in_it():
     cache = filled(0.0)
     params = {**PARAMS, "embed": PARAMS["embed"].at[7].set(jnp.nan)}

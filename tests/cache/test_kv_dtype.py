@@ -119,6 +119,7 @@ def test_bytes_of_a_token_are_those_of_the_arrays(name, bits):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(rows)) == 3 * 20 * values * bits / 8
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "attend"),
@@ -149,6 +150,7 @@ def test_what_is_attended_to_is_what_is_stored(attend, name):
     assert error > 0
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
@@ -225,6 +227,7 @@ def test_scales_on_a_mesh():
     assert cache.scales is not None
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["int8_int4", "int4"])
 def test_four_bits_on_a_mesh(dtype):

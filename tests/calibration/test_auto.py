@@ -54,6 +54,7 @@ def test_bits_go_where_they_bring_most():
     assert choose_bits(sensitivity, 0.0) == {"a": 16, "b": 16, "c": 16}
 
 
+@pytest.mark.slow
 def test_the_budget_holds_and_fewer_bits_would_break_it(model, held_out):
     lowest = quantize_model(model, OPTIONS, None, held_out).quality.kl
     found = quantize_within(model, OPTIONS, lowest / 3, None, held_out)

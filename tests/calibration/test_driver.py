@@ -65,6 +65,7 @@ def test_without_calibration_it_is_round_to_nearest(model, params, held_out):
     assert all(error.error is None for layer in found.layers for error in layer.errors.values())
 
 
+@pytest.mark.slow
 def test_a_better_method_gives_a_better_model(model, tokens, held_out, gptq_result):
     rounded = quantize_model(model, replace(OPTIONS, method="rtn"), None, held_out)
     assert gptq_result.quality.kl < 0.8 * rounded.quality.kl
@@ -248,6 +249,7 @@ def test_what_is_compared_differs_where_it_should(config, model, gptq_result, he
     assert found.problems == ["lm_head is new"]
 
 
+@pytest.mark.slow
 def test_the_products_of_the_model_that_was_written_are_compared(config, model, held_out, gptq_result, monkeypatch):
     """A product that is wrong with the right weights shows in the logits."""
     from jaxinfer.models import basic
@@ -267,6 +269,7 @@ def test_the_products_of_the_model_that_was_written_are_compared(config, model, 
     assert found.difference > 1e-3 * found.largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -288,6 +291,7 @@ def test_what_a_weight_will_be_is_known_before(config, model, tokens, change):
     assert_foreseen(quantize_model(model, options, tokens).params, abstract_weights(config, options))
 
 
+@pytest.mark.slow
 def test_what_a_permuted_weight_will_be_is_known_before(config, permuted_params):
     assert_foreseen(permuted_params, abstract_weights(config, PERMUTED))
 

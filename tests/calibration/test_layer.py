@@ -83,6 +83,7 @@ def test_folding_changes_nothing_but_the_rounding(layer, method, dtype, monkeypa
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4 * float(np.abs(before).max()))
 
 
+@pytest.mark.slow
 def test_biases_of_folded_layers_are_rounded_to_what_is_stored(layer):
     program, params, chunks = layer
     found, *_ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method="awq", bits=3, dtype="bfloat16"))
@@ -123,6 +124,7 @@ def test_gptq_sees_what_the_quantized_layers_before_make(layer):
     assert (np.asarray(first) != np.asarray(second)).any()
 
 
+@pytest.mark.slow
 def test_a_permuted_result_runs(layer):
     program, params, chunks = layer
     options = replace(OPTIONS, method="gptq", gptq=GptqOptions(static_groups=False))

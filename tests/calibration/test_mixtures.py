@@ -125,6 +125,7 @@ def test_statistics_are_those_of_the_tokens_of_each_expert(mixture):
             assert int(statistics.num_tokens) == len(seen)
 
 
+@pytest.mark.slow
 def test_sums_do_not_depend_on_how_many_experts_fit(mixture):
     program, params, chunks = mixture
     three, four = (
@@ -173,6 +174,7 @@ def unrounded(weight, recipe, scale_dtype=None):
     return QuantizedArray(weight, jnp.ones((*weight.shape[:-2], 1, outputs)), scheme=Scheme("float", 8, (inputs, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "method"),
@@ -238,6 +240,7 @@ def test_calibration_beats_rounding_on_other_text(models, tokens, held_out, name
     assert kl["awq"] < 0.9 * kl["rtn"]
 
 
+@pytest.mark.slow
 def test_experts_have_activations_of_8_bits(models, tokens, held_out):
     options = replace(OPTIONS, method="smoothquant", bits=8, group_size=None)
     found = quantize_model(models["deepseek"], options, tokens, held_out)

@@ -195,6 +195,7 @@ def test_unsupported_model_is_refused_before_its_weights_are_fetched(hub, run):
     assert not [path for path in hub.requested if path.endswith(".safetensors")]
 
 
+@pytest.mark.slow
 def test_pickled_weights_are_never_fetched(hub, run):
     for name in [name for name in hub.files if "safetensors" in name]:
         del hub.files[name]

@@ -99,6 +99,7 @@ def test_same_bits_where_the_rules_put_them(compared, name, size):
     assert found["num_cut"] > 10
 
 
+@pytest.mark.slow
 def test_key_value_heads_fewer_than_devices_are_repeated(compared):
     name = "['layers']['0']['attention']['k_proj']['weight']"
     widths = [compared["2 of 8"][size]["shapes"][name][1] for size in ("2", "4", "8")]

@@ -226,6 +226,7 @@ def test_an_expert_that_is_not_quantized_beside_others_is_refused_by_name(tmp_pa
         checkpoints_convert.load(files.write(tmp_path / "fp8"))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("recipe", ["int4-g32", "fp8"])
 def test_quantized_experts_come_back_from_what_is_written(tmp_path, recipe):

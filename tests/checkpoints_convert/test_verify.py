@@ -8,6 +8,7 @@ from checkpoints_convert import CheckpointError, compare_tensors, convert, verif
 from checkpoints_convert.verify import NUM_TOKENS, _compare_logits
 
 
+@pytest.mark.slow
 def test_conversion_computes_exactly_the_same(checkpoint, tmp_path):
     source = checkpoint("Qwen3ForCausalLM").write()
     convert(source, tmp_path / "native", progress=None)

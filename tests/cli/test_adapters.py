@@ -77,6 +77,7 @@ def test_run_without_a_template_continues_with_it(jaxinfer, model_without_templa
     assert texts[0] != texts[1]
 
 
+@pytest.mark.slow
 def test_score_is_under_it(jaxinfer, json_lines, model, folders):
     one, scores = ("--adapter", folders / "one"), []
     for more in ((), one):
@@ -87,6 +88,7 @@ def test_score_is_under_it(jaxinfer, json_lines, model, folders):
     assert scores[0] != scores[1]
 
 
+@pytest.mark.slow
 def test_of_several_one_is_chosen(jaxinfer, tmp_path, model, folders, expected):
     two = tmp_path / "two"
     save = json.loads((folders / "two" / "adapter_config.json").read_text())

@@ -116,6 +116,7 @@ def test_planned_with_an_acceptance(jaxinfer, config_alone, tmp_path):
     assert ngram["arguments"]["num_draft_tokens"] in (2, 4, 8)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_recommended_smaller(jaxinfer, config_alone, tmp_path):
     large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 24, "num_attention_heads": 64}
     large |= {"num_key_value_heads": 8, "head_dim": 128}

@@ -84,6 +84,7 @@ def test_every_form_in_one_file(batch, tmp_path, llm):
     assert len(found["row-3"]["outputs"][0]["token_ids"]) == 8  # the checkpoint's generation_config
 
 
+@pytest.mark.slow
 def test_rows_without_a_seed_are_sampled_as_generate_samples_them(batch, tmp_path, model):
     from jaxinfer import LLM
 

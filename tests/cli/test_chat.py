@@ -15,6 +15,7 @@ from jaxinfer.cli.chat import PROMPT, ChatSession, Terminal, history_file, read_
 from jaxinfer.sampling import SamplingParams
 
 
+@pytest.mark.slow
 def test_each_line_of_a_pipe_is_a_turn_with_what_came_before(jaxinfer, json_lines, model, llm):
     result = jaxinfer("chat", "-m", model, "--temperature", "0", "--max-tokens", "4", "--json", input="hi\n\nyou\n")
     assert (result.exit_code, result.stderr) == (0, "")

@@ -31,6 +31,7 @@ def other_model(tmp_path_factory, model) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_convert_and_verify(jaxinfer, model, tmp_path):
     path = tmp_path / "native"
     result = jaxinfer("convert", model, path, "--verify")
@@ -84,6 +85,7 @@ def adapter(tmp_path_factory, model) -> Path:
     return save_adapter(Adapter(pairs, base_model="owner/tiny"), tmp_path_factory.mktemp("lora") / "lora", config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["native", "huggingface"])
 def test_convert_merges_an_adapter(jaxinfer, json_lines, model, adapter, to, tmp_path):
     from jaxinfer import LLM, SamplingParams

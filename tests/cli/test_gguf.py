@@ -56,6 +56,7 @@ def test_generate(jaxinfer, model, gguf):
     assert found.stdout == jaxinfer("generate", "def f", "-m", model, *GREEDY).stdout
 
 
+@pytest.mark.slow
 def test_chat_score_and_batch(jaxinfer, json_lines, model, gguf, tmp_path):
     found, wanted = (jaxinfer("chat", "-m", name, *GREEDY, "--json", input="hello\n").stdout for name in (gguf, model))
     assert [line.get("text") for line in json_lines(found)] == [line.get("text") for line in json_lines(wanted)]
@@ -90,6 +91,7 @@ def test_convert_and_verify(jaxinfer, q8, tmp_path):
     assert answer == jaxinfer("generate", "def f", "-m", q8, *GREEDY).stdout
 
 
+@pytest.mark.slow
 def test_requantize(jaxinfer, json_lines, parts, tmp_path):
     metadata, tensors = parts
     q8_again = {name: q8_0(array) if array.ndim == 2 else array for name, array in tensors.items()}
@@ -149,6 +151,7 @@ def test_a_quantized_file_is_dequantized_to_be_quantized(jaxinfer, q8, tmp_path)
         assert "int4, 32 inputs a scale" in str(found.explain())
 
 
+@pytest.mark.slow
 def test_long_commands_show_the_time_left(jaxinfer, q8, tmp_path, monkeypatch):
     lines: dict[str, str] = {}
 

@@ -75,6 +75,7 @@ def test_wrong_usage_exits_with_2(jaxinfer, arguments):
     assert "Usage:" in result.stderr
 
 
+@pytest.mark.slow
 def test_completion_is_installed_and_completes(tmp_path):
     """For bash, as for the other shells that typer knows."""
     code = "from jaxinfer.cli.main import main; main()"

@@ -43,6 +43,7 @@ def test_table(jaxinfer, model, text):
     assert "answers: greedy ones of 4 tokens" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_refused_combination_is_listed_and_the_others_go_on(jaxinfer, text, tmp_path):
     window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
     model = write_checkpoint(tmp_path / "windows", **window)

@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 from checkpoints_convert.huggingface.families import FAMILIES, WRAPPERS
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,7 @@ def test_for_people(jaxinfer):
     assert "\x1b" not in result.stdout
 
 
+@pytest.mark.slow
 def test_the_docs_have_the_same_table():
     spec = importlib.util.spec_from_file_location("update_readme", ROOT / "docs" / "update_readme.py")
     module = importlib.util.module_from_spec(spec)

@@ -253,6 +253,7 @@ def llm(small_pair):
         yield llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "error", "phrase"), SNIPPETS, ids=lambda value: str(value)[:60])
 def test_what_is_typed_in_python_works_or_says_what_to_do(folder, llm, code, error, phrase):
     scope = {"llm": llm, "LLM": jaxinfer.LLM, "SamplingParams": jaxinfer.SamplingParams, "jaxinfer": jaxinfer}

@@ -58,6 +58,7 @@ def test_a_checkpoint_is_written_and_opens(jaxinfer, json_lines, model, text, tm
         assert len(answer.outputs[0].token_ids) == 4
 
 
+@pytest.mark.slow
 def test_rounding_needs_no_text(jaxinfer, model, tmp_path):
     out = tmp_path / "out"
     result = jaxinfer(
@@ -103,6 +104,7 @@ def test_bits_are_chosen_within_a_budget(jaxinfer, json_lines, model, text, tmp_
     checkpoints_convert.load(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(jaxinfer, json_lines, model, text, tmp_path, monkeypatch):
     from jaxinfer.calibration import driver
 
@@ -124,6 +126,7 @@ def test_an_interrupted_run_goes_on(jaxinfer, json_lines, model, text, tmp_path,
     assert report["num_resumed"] == 1
 
 
+@pytest.mark.slow
 def test_what_is_not_the_same_is_not_published(jaxinfer, model, text, tmp_path, monkeypatch):
     from checkpoints_convert.huggingface import save
     from jaxinfer.calibration import verify

@@ -28,6 +28,7 @@ def imatrix(model, tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [None, "q4_0"])
 def test_a_file_is_written_and_opens(kind, jaxinfer, json_lines, model, tmp_path):
@@ -67,6 +68,7 @@ def test_importances_change_a_gguf_file(jaxinfer, model, imatrix, tmp_path):
     assert found[0] != found[1]
 
 
+@pytest.mark.slow
 def test_importances_weigh_the_error_of_rounding(jaxinfer, model, imatrix, tmp_path):
     found = []
     for number, options in enumerate(([], ["--imatrix", imatrix])):

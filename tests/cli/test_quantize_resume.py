@@ -100,6 +100,7 @@ def test_anything_else_begins_anew(jaxinfer, json_lines, model, text, killed, tm
     assert json_lines(result.stdout)[0]["num_resumed"] == 0
 
 
+@pytest.mark.slow
 def test_another_method_begins_anew_after_an_interrupted_auto(jaxinfer, json_lines, model, text, tmp_path, monkeypatch):
     original = driver.quantize_layer
 

@@ -57,6 +57,7 @@ def test_scales_of_the_cache_are_kept(jaxinfer, with_scales, text, tmp_path, met
     assert scheme["strategy"] == "attn_head"
 
 
+@pytest.mark.slow
 def test_scales_of_values_that_were_divided_by_channel_are_dropped(jaxinfer, with_scales, text, tmp_path):
     arguments = ["--method", "awq", "--calibration", text, "--samples", 8, "--length", 16, "--group-size", 16]
     result = jaxinfer("quantize", with_scales, tmp_path / "out", *arguments)
@@ -91,6 +92,7 @@ def nf4(tensors):
     tensors[f"{name}.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compressed-tensors", "native", "bitsandbytes"])
 def test_a_quantized_source_is_refused_before_anything_is_done(jaxinfer, model, tmp_path, kind, text):
     source = tmp_path / "source"

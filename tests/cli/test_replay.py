@@ -43,6 +43,7 @@ def test_equal_answers(jaxinfer, answers):
     assert report["program"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [pytest.param("replay", marks=pytest.mark.slow), "verify-answer"])
 def test_a_token_that_differs_is_named(jaxinfer, answers, tmp_path, command):
     path = tmp_path / "changed.jsonl"

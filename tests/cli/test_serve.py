@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 
+import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli.main import app
@@ -146,6 +147,7 @@ def test_ps_shows_adapters(monkeypatch):
         assert found["adapters"] == [{"id": "sql", "root": "sql-v2", "parent": "a"}]
 
 
+@pytest.mark.slow
 def test_ps_and_stop_ask_the_server(monkeypatch):
     monkeypatch.setenv("JAXINFER_API_KEY", "secret-key")
     with server() as (url, requests):

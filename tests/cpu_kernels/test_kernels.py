@@ -170,6 +170,7 @@ def printed_by(program, *arguments):
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compilers", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def test_kernels_need_only_symbols_of_a_process_without_numba(kept, compilers):
     needed = set()

@@ -59,6 +59,7 @@ def test_every_part_runs_once(num_parts):
     np.testing.assert_array_equal(found, np.ones((20, num_parts)))
 
 
+@pytest.mark.slow
 def test_calls_in_the_same_program_and_in_several_threads():
     """Tasks of a call may begin when another one runs."""
     from concurrent.futures import ThreadPoolExecutor

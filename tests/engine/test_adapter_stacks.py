@@ -329,6 +329,7 @@ def test_preempted_requests_have_their_adapters_again(params):
     assert [one.outputs[0].token_ids for one in answers] == [one.outputs[0].token_ids for one in wanted]
 
 
+@pytest.mark.slow
 def test_weights_that_adapters_were_computed_from_are_not_replaced(params):
     adapters = {"plain": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 1))}
     other = jax.tree.map(lambda leaf: 1.1 * leaf, params)
@@ -362,6 +363,7 @@ def test_scores_of_a_late_adapter_follow_its_rows(params):
         assert score.raw == llm.score([prompt], [continuation], adapter="plain")[0].raw
 
 
+@pytest.mark.slow
 def test_a_store_is_of_the_base(params, tmp_path):
     """Pages on the disk have the names that they have without adapters in slots, and each adapter's are found again."""
     options = {**tiny.OPTIONS, "host_cache_gib": 0.1, "prefix_store": str(tmp_path)}

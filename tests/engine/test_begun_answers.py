@@ -31,6 +31,7 @@ def ended(llm, request):
     return last.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ENGINES)
 def test_the_rest_is_that_of_the_undisturbed_answer(options):
     params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(TINY, jax.random.key(0)))

@@ -18,6 +18,7 @@ NUM_PAGES, BATCH = 2049, 32
 CASES = [("v6e", "bfloat16"), ("v6e", "int8"), ("h100", "bfloat16"), ("h100", "int8")]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "dtype"), quick(CASES, ("v6e", "bfloat16"), ("h100", "int8")))
 def test_moves_copy_a_batch_and_not_the_cache(chip, dtype):

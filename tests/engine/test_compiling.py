@@ -112,6 +112,7 @@ def test_programs_are_run_in_order_once_they_are_compiled(num_jobs):
     assert order == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_in_another_thread_while_requests_run(tiny):
     """Answers are those of an engine that compiled nothing ahead, and then nothing is left to compile."""
 

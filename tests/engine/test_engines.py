@@ -23,6 +23,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(llm):
     assert len({tuple(one.token_ids) for one in alone}) > 12  # the check could fail: answers differ
 
 
+@pytest.mark.slow
 def test_streamed_tokens_are_the_generated_ones(llm):
     prompt, params = random_prompts(1, 40, seed=3)[0], SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2)
     whole = llm.generate(prompt, params)[0]

@@ -51,6 +51,7 @@ def test_an_observer_hears_of_every_prompt_token_and_every_step(llm):
     assert [one.sent_at for one in heard] == sorted(one.sent_at for one in heard)
 
 
+@pytest.mark.slow
 def test_who_has_left_hears_nothing(llm):
     heard, others = [], []
     with llm.engine.observe(others.append):
@@ -69,7 +70,7 @@ def test_a_snapshot_has_slots_pages_and_totals(llm):
     answers, snapshots = generate(llm, [17, 6, 11])
     assert before.running == ()
     assert {one.sequence for found in snapshots for one in found.running} == set(answers)
-    assert snapshots[0].num_waiting == 1
+    assert snapshots[0].num_waiting == 3 - len(snapshots[0].running) > 0
     for found in snapshots:
         assert len({one.slot for one in found.running}) == len(found.running)
         for one in found.running:

@@ -197,6 +197,7 @@ def test_explain_counts_what_is_allocated(model):
         assert spec.pool_sizes.sequence_bytes == 4 * spec.page_bytes
 
 
+@pytest.mark.slow
 def test_without_the_policy_nothing_of_it_is_traced(monkeypatch):
     config = replace(TINY, max_position_embeddings=512)
 

@@ -285,6 +285,7 @@ def test_options_check_the_names():
             make()
 
 
+@pytest.mark.slow
 def test_batches_of_other_rounding_are_other_jobs(tiny):
     prints = set()
     for recipe in (None, "int8", "w8a8", "fp8", "w8a8-fp8"):  # of two of them, the arrays are the same
@@ -302,6 +303,7 @@ def test_batches_of_another_cache_are_another_job(tiny):
     assert len(set(prints.values())) == 3
 
 
+@pytest.mark.slow
 def test_hidden_states_are_those_of_the_cache(tiny):
     """What taps return predicts what the engine found, rounding included."""
     config, params = tiny

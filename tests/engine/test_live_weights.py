@@ -235,6 +235,7 @@ def test_bad_arguments_change_nothing(llm):
     assert run(llm).token_ids == expected
 
 
+@pytest.mark.slow
 def test_weights_that_another_model_shares_are_not_deleted_with_it(tmp_path):
     folder = save_huggingface(TINY, params_of(0), tmp_path / "model", dtype="float32")
     with LLM(folder, **RUN) as llm:
@@ -266,6 +267,7 @@ def test_an_update_whose_files_break_has_to_be_made_again(llm):
     assert run(llm).token_ids == expected
 
 
+@pytest.mark.slow
 def test_memory_is_free_once_it_is_closed(tmp_path):
     folder = save_huggingface(TINY, params_of(0), tmp_path / "model", dtype="float32")
     new = jax.tree.map(np.asarray, params_of(1))

@@ -131,6 +131,7 @@ def test_over_a_contiguous_cache_together(model, expected):
         assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS)] == expected
 
 
+@pytest.mark.slow
 def test_with_a_prefix_hit(model, expected):
     with open_llm(model) as llm:
         for _ in range(2):

@@ -155,6 +155,7 @@ def test_deterministic_log_probabilities_are_equal_bit_for_bit():
     assert len(found[0][1]) == len(PROMPT)
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_a_prompt_are_those_of_the_full_cache():
     """A prompt attends to all of itself."""
     params, found = replace(GREEDY, max_tokens=1, prompt_logprobs=0), []

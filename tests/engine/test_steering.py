@@ -146,6 +146,7 @@ def entries_of(output):
     return [(token, entry.logprob) for step in output.outputs[0].logprobs for token, entry in step.items()]
 
 
+@pytest.mark.slow
 def test_a_request_without_steering_keeps_its_bits(model):
     """Beside steered ones, and in an engine without steered layers."""
     plain = [PROMPTS[1], PROMPTS[3]]
@@ -263,6 +264,7 @@ async def _streamed(model, steering):
         return [delta async for delta in engine.generate([3, 1], GREEDY, steering=steering)][-1].output
 
 
+@pytest.mark.slow
 def test_other_methods(model):
     check(model, asyncio.run(_streamed(model, STEERING[3])), STEERING[3])
     with LLM(model, steered_layers=(0, 1), **OPTIONS) as llm:

@@ -71,6 +71,7 @@ def expected(tiny, compiler):
     return found
 
 
+@pytest.mark.slow
 def test_finished_answers_match(expected):
     num_finished = 0
     for params, tokens in zip(PARAMS, expected, strict=True):
@@ -87,6 +88,7 @@ def test_finished_answers_match(expected):
     assert num_finished >= 12
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_masked_logits(tiny, compiler, expected):
     """Oracle: dense attention over each whole answer, llguidance's mask at each place, the sampler once over all."""
     config, params = tiny
@@ -165,6 +167,7 @@ def test_tokens_that_do_not_count_leave_nothing_behind(tiny, compiler, monkeypat
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar_memory", [0, 32])
 def test_several_answers_with_prefixes(tiny, compiler, expected, grammar_memory):
     """Twice in one engine: the second time prompts are found in the cache."""
@@ -221,6 +224,7 @@ def test_what_contradicts_the_grammar(tiny, compiler, options, draft):
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_grammar_begins_after_the_reasoning(tiny, compiler):
     """The reasoning is free text without an end; one that does not open is under the grammar at once."""
     think, params = Tags("<", ">"), SamplingParams(max_tokens=60, temperature=1.5, seed=3, top_p=0.9)

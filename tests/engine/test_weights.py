@@ -194,6 +194,7 @@ def test_arrays_are_taken_from_anywhere(make):
         assert results(fresh) == found
 
 
+@pytest.mark.slow
 def test_a_saved_model_has_the_new_weights(tmp_path):
     with LLM((TINY, params_of(0)), **RUN) as llm:
         llm.engine.weights.replace(params_of(1))
@@ -235,6 +236,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_other_trees_are_refused_and_change_nothing(case):
@@ -264,7 +266,7 @@ def test_a_form_that_programs_do_not_take_changes_nothing():
         assert llm.engine.weights.version == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "replicas"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("replicas", marks=pytest.mark.slow)])
 def test_weights_are_not_replaced_while_requests_run(kind):
     with LLM((TINY, params_of(0)), **RUN, **KINDS[kind]) as llm:
         (answer,) = llm.submit(llm.prepare(PROMPTS[0], PARAMS[2]))

@@ -18,6 +18,7 @@ def prepared(kind: Kind, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", KINDS)
 def test_a_few_damaged_files(tmp_path, name):

@@ -99,5 +99,6 @@ def test_a_gpu_that_prefills_holds_one_expert_at_a_time():
     assert compiled("h100", 2048).temporary_bytes < rows + 8 * 2 * EXPERT
 
 
+@pytest.mark.slow
 def test_the_check_finds_what_a_ragged_product_costs_a_gpu():
     assert compiled("h100", 64, form="ragged").temporary_bytes > 0.5 * 2 * E * EXPERT

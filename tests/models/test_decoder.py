@@ -138,6 +138,7 @@ def full_pass(config, params, tokens):
 # What crosses jit.
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @TWO_CONFIGS
 def test_params_are_nested_dicts_of_plain_arrays(config):
@@ -242,6 +243,7 @@ def test_shapes_are_kept_for_each_configuration(monkeypatch, tmp_path):
         abstract_params(PLAIN)
 
 
+@pytest.mark.slow
 def test_init_params_values():
     params = initialized(FULL)
     for name, leaf in zip(names(params), jax.tree.leaves(params), strict=True):
@@ -315,6 +317,7 @@ def test_parameters_that_do_not_fit_are_named():
         bind(PLAIN, {})
 
 
+@pytest.mark.slow
 def test_binding_leaves_params_and_other_bindings_alone():
     first, second = random_params(PLAIN), initialized(PLAIN)
     one, two = bind(PLAIN, first), bind(PLAIN, second)

@@ -158,6 +158,7 @@ def test_an_engine_gives_one_answer(heads):
         assert answers(**options) == expected, options
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("options", "named"),

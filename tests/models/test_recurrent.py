@@ -225,6 +225,7 @@ def test_taps_are_those_of_the_parts_that_a_layer_has(model):
         assert "layers.2.attention" not in names
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_configurations_survive_json_and_choices_of_layers(model):
     config, _ = model

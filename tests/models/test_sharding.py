@@ -210,6 +210,7 @@ def test_scales_of_a_cache_follow_the_heads():
     assert fit_to_mesh(mesh(4), LLAMA).kv_scales(scales[:, :2]).tolist() == [[0.5, 0.5, 2.0, 2.0]]
 
 
+@pytest.mark.slow
 def test_parameters_lie_on_the_mesh_by_the_rules():
     devices = Mesh(np.array(jax.devices()[:2]), (parallel.MODEL,))
     config = replace(LLAMA, num_kv_heads=1)

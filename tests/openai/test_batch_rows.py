@@ -83,6 +83,7 @@ def test_tools_that_only_openai_has_are_ignored_with_a_warning_as_by_the_server(
     ]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_an_error_line_with_its_field(run):
     summary, answers = run({str(number): one[:2] for number, one in enumerate(WRONG)})
     assert summary.failed == len(WRONG)

@@ -103,6 +103,7 @@ def make_client(make_service, engine):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_clients_send_is_accepted(make_client, name):

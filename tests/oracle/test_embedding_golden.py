@@ -22,6 +22,7 @@ def quick(names):
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(name for name, case in CASES.items() if case.pooling is not None))
 def test_vectors(name, tmp_path):

@@ -158,6 +158,7 @@ def test_other_ways_of_generating_give_the_same(name, answers):
         assert parity.greedy(config, params, case, prompts, deterministic=False, **options) == expected
 
 
+@pytest.mark.slow
 def test_a_fault_shows_in_the_greedy_tokens(answers):
     case, config, params, prompts, expected = answers("llama")
     params["final_norm"] = {"weight": params["final_norm"]["weight"].at[3].multiply(1.5)}
@@ -233,6 +234,7 @@ def test_a_fault_in_a_part_shows(field, checkpoint):
     assert error_of(CASES[name], config, params) > 2 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",

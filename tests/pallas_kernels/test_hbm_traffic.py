@@ -63,6 +63,7 @@ def test_a_gather_counts_its_rows_and_an_update_in_place_its_values():
     assert made_in_hbm(program, LARGE_BYTES)
 
 
+@pytest.mark.slow
 def test_a_conditional_runs_its_false_branch_unless_told():
     is_needed = jax.ShapeDtypeStruct((), jnp.bool_)
 
@@ -97,6 +98,7 @@ def test_a_kernel_counts_what_its_estimate_says_and_needs_one():
         call(None).moves()
 
 
+@pytest.mark.slow
 def test_a_ragged_product_reads_each_expert_once():
     """It is a kernel of the compiler's own, without an estimate."""
     experts = jax.ShapeDtypeStruct((8, 8192, 2048), jnp.bfloat16)

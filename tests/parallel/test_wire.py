@@ -27,6 +27,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_plain_values_come_back_with_their_types(value):
     found = CODEC.decode(CODEC.encode(value))

@@ -73,6 +73,7 @@ def test_a_little_more_memory_is_the_cheapest_change(plan):
     assert flags(found)[1] in (f"--max-seqs {seqs - 2}", f"--max-seqs {seqs - 1}")
 
 
+@pytest.mark.slow
 def test_on_a_gpu_jax_may_take_more_of_the_memory(plan, monkeypatch):
     found, seqs = first_that_does_not_fit(plan, "h100x1")
     assert flags(found)[0].startswith("--memory-fraction ")

@@ -99,6 +99,7 @@ def test_the_order_of_blocks_matters_to_the_comparison():
     assert not np.isclose(one, other, atol=1e-4).all(axis=0).mean() > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("bits", "search"), [(2, False), (4, True), *(pytest.param(bits, False, marks=pytest.mark.slow) for bits in (4, 8))]

@@ -63,6 +63,7 @@ def hidden_states(params, config=CONFIG):
     return bind(config, params)(tokens, jnp.arange(40)[None], attend_without_cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     ["int4-g32-asym", *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("int8", "nf4-dq"))],

@@ -131,6 +131,7 @@ def test_declarations_that_cannot_be_are_refused():
             wrong()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_own_penalty_and_min_p_are_the_parameters_bit_for_bit(temperature):
     """Oracle: the engine's own."""

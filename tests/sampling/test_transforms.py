@@ -172,6 +172,7 @@ def many_rows():
     return logits, prompts, outputs
 
 
+@pytest.mark.slow
 def test_a_row_is_the_same_bit_for_bit_alone_and_anywhere_in_any_batch():
     logits, prompts, outputs = many_rows()
     together = run(logits, ROWS, prompts, outputs)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 from tests.fleet.front.fakes import ask, front
 from tests.server.sockets import served
 from tests.server.test_begun_answers import CASES, joined, nearly
@@ -71,6 +73,7 @@ def events_in(text):
     ]
 
 
+@pytest.mark.slow
 def test_the_front_describes_what_it_passes_on(make_service):
     """Each route of its description is answered, and none that changes a server is in it."""
 
@@ -95,6 +98,7 @@ def test_the_front_describes_what_it_passes_on(make_service):
     assert set(statuses) == {200, 400}
 
 
+@pytest.mark.slow
 def test_streams_whose_server_is_lost_are_what_they_would_have_been(make_service):
     path, body = CASES["two answers"]
     data = json.dumps({**body, "stream": True}).encode()

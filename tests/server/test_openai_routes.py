@@ -386,6 +386,7 @@ EXTREMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", UNSET)
 def test_stand_ins_for_not_given(client, path):
     """Clients of other engines send these where they leave a field empty."""

@@ -223,6 +223,7 @@ def test_a_cut_stream_goes_on_within_calls(make_client):
     run(ask())
 
 
+@pytest.mark.slow
 def test_the_grammar_makes_the_model_call(make_client, engine):
     """The tiny model writes noise, so that only a grammar makes it call a tool."""
     client = make_client()

@@ -90,6 +90,7 @@ def test_nobody_else_sees_the_routes(clients):
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_an_update_changes_answers_and_names(clients):
     admin, user, _ = clients
 
@@ -105,6 +106,7 @@ def test_an_update_changes_answers_and_names(clients):
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_an_update_clears_the_blocks_that_are_told_of(clients, engine):
     root, events = clients[0], []
     engine.llm.engine.scheduler.observe_blocks(events.extend)
@@ -166,6 +168,7 @@ def test_what_cannot_be_done_is_refused(clients, path, body, status, told):
     assert told in answer.body.decode()
 
 
+@pytest.mark.slow
 def test_only_folders_below_the_root_are_read(clients, root):
     admin = clients[0]
 
@@ -181,6 +184,7 @@ def test_only_folders_below_the_root_are_read(clients, root):
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_memory_is_given_back(clients):
     admin, user, _ = clients
 

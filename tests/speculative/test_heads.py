@@ -410,6 +410,7 @@ def test_a_head_that_cannot_be_is_refused(fields, message):
         DraftHeadConfig(**{"tap_size": 32, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

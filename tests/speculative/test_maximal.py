@@ -177,6 +177,7 @@ def test_tokens_are_distributed_as_the_targets(name, width):
         assert np.mean(child < width) >= 1 - total_variation(p, q) - 5 / np.sqrt(NUM_DRAWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_tokens_after_given_drafts_are_distributed_as_the_targets(width):
     tokens, _ = draws(*PAIRS["near"], width, is_given=True)
@@ -297,6 +298,7 @@ def test_a_row_without_children_is_sampled_plainly():
     assert np.all(child == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("is_given", [False, True])
 def test_a_row_does_not_depend_on_its_neighbours(is_given):
@@ -309,6 +311,7 @@ def test_a_row_does_not_depend_on_its_neighbours(is_given):
         assert (alone[0][0], alone[1][0]) == (tokens[i], child[i])
 
 
+@pytest.mark.slow
 def test_what_comes_out_is_the_child_that_it_says():
     target, draft, children, is_child, seed, positions = random_rows(512, 3)
     tokens, child = map(np.asarray, accept(target, draft, children, is_child, seed, positions))

@@ -9,6 +9,7 @@ from tests.store.conftest import REPOSITORY
 pytestmark = pytest.mark.usefixtures("hub")
 
 
+@pytest.mark.slow
 def test_from_pull_to_rm(jaxinfer, json_lines, hub):
     result = jaxinfer("pull", REPOSITORY)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -39,6 +40,7 @@ def test_from_pull_to_rm(jaxinfer, json_lines, hub):
     assert json_lines(jaxinfer("disk", "--json").stdout) == []
 
 
+@pytest.mark.slow
 def test_models_are_listed_without_importing_jax(jaxinfer, command, model):
     assert jaxinfer("pull", REPOSITORY).exit_code == 0
     for name, source in (("brief", REPOSITORY), ("mine", str(model))):

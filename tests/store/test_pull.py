@@ -98,6 +98,7 @@ def test_without_the_hub_what_other_tools_downloaded_is_found(hub, monkeypatch):
     assert hub.requested == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["Q4_K_M", "q4_k_m", "tiny-Q4_K_M.gguf"])
 def test_a_gguf_file_of_a_repository(hub, variant):
     parts = {f"big/tiny-Q8_0-0000{part}-of-00002.gguf": RANDOM[:part] for part in (1, 2)}
@@ -162,6 +163,7 @@ def test_a_full_disk_is_told_before_the_download(hub, monkeypatch, files):
     assert not hub.sent
 
 
+@pytest.mark.slow
 def test_a_cut_connection_is_resumed(hub, files):
     hub.push("someone/large", {**files, "model.safetensors": RANDOM})
     hub.faults.cut_after, hub.faults.num_cuts = 2**19, 3
@@ -188,6 +190,7 @@ def test_a_damaged_beginning_is_downloaded_again(hub, tmp_path, files):
     assert (pull(REPOSITORY).path / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_ignores_ranges_and_one_that_fails(hub, files):
     hub.push("someone/large", {**files, "model.safetensors": RANDOM})
     hub.faults.cut_after, hub.faults.num_cuts, hub.faults.ignores_range = 2**19, 1, True

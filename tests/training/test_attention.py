@@ -12,6 +12,7 @@ Q, K, V = (jnp.asarray(RANDOM.standard_normal((2, 11, heads, 8)), jnp.float32) f
 SINKS = jnp.asarray(RANDOM.standard_normal(4), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"soft_cap": 1.5}, {"sinks": SINKS}])

@@ -36,6 +36,7 @@ def test_a_repeated_text_is_continued(is_tied):
     assert np.mean(choices(config, params, REPEATED)[0, again] == REPEATED[0, 42:120]) < 0.1
 
 
+@pytest.mark.slow
 def test_without_gain_the_model_chooses_much_as_before():
     params = jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 1 else leaf, random_params(CONFIG, 1))
     same = np.mean(

@@ -135,6 +135,7 @@ def test_every_bit_is_that_of_the_engine(dtype, slots):
     assert differing(found, [score.processed for score in scores]) == 0
 
 
+@pytest.mark.slow
 def test_the_ordinary_forward_pass_differs_by_rounding(capsys):
     """An inverse test: passes of another shape have other bits, of at most 1e-4."""
     config, params = model("Llama", "float32")

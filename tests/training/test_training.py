@@ -68,6 +68,7 @@ def test_checkpoints_that_a_killed_run_did_not_remove_go_at_the_next_start(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == names == ["00000020.npz", "00000030.npz"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     params = jax.tree.map(lambda leaf: leaf * np.nan, init_params(CONFIG, jax.random.key(0)))
     with pytest.raises(FloatingPointError, match="step 4"):
@@ -109,6 +110,7 @@ def test_mean_loss_of_a_uniform_model_is_the_log_of_the_vocabulary():
     assert mean_loss(next_token(CONFIG), params, stream, batch_size=2, length=8) == pytest.approx(np.log(32), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_vocabulary_head_is_trained_slower():
     params = {"lm_head": np.ones((4, 6), np.float32), "layers": {"0": {"weight": np.ones((4, 4), np.float32)}}}
     gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)

@@ -62,6 +62,7 @@ def test_a_written_model_is_the_merged_one(name, to, tmp_path):
     json.dumps(report.to_dict())
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_changed_published_tensors(tmp_path):
     files, folder = plain("llama", "q_proj", "down_proj", dora=True)
     convert(files.write(tmp_path / "base"), tmp_path / "out", adapter=folder.write(tmp_path / "adapter"), progress=None)

@@ -127,6 +127,7 @@ def test_the_engine_runs_what_it_opens(tmp_path):
     assert list(answer) == greedy(dense_twin(checkpoint, tmp_path / "dense"), prompt, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "tolerance"),

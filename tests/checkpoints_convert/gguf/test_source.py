@@ -193,6 +193,7 @@ def test_mixed_types(wide, tmp_path):
     assert layer["attention"]["k_proj"]["weight"].dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_requantizing_says_how_much_was_lost(wide, tmp_path, caplog):
     source = wide()
     tensors, _ = quantized(source, "Q4_K", np.random.default_rng(0))
@@ -223,6 +224,7 @@ def test_what_requantize_takes(checkpoint, tmp_path):
         load(source.write(), requantize="dense")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_K"])
 def test_converted_to_the_native_form(wide, tmp_path, kind):

@@ -39,6 +39,7 @@ def test_a_tree_of_ours_is_none_of_theirs():
     assert read_tree({"final_norm": {"weight": np.ones(32)}}, config) is None
 
 
+@pytest.mark.slow
 def test_modules_states_and_arrays_of_jax_are_read():
     config = config_for("qwen3")
     params = init_params(config, jax.random.key(0))

@@ -365,6 +365,7 @@ def test_what_the_front_does_not_pass_on():
     uvloop.run(check())
 
 
+@pytest.mark.slow
 def test_without_a_ready_replica_requests_wait_and_then_get_503():
     async def check():
         async with FakeReplica(stream()) as one, front(one, wait_timeout=0.2) as port:

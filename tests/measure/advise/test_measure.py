@@ -133,6 +133,7 @@ def test_what_fails_is_a_row_and_a_baseline_that_fails_is_an_error(runner):
         runner({})
 
 
+@pytest.mark.slow
 def test_an_engine_has_the_log_probabilities_that_it_scores_with(params):
     text = np.random.default_rng(0).integers(0, 96, 40).tolist()
     with LLM((CONFIG, params), **ARGUMENTS) as llm:

@@ -38,6 +38,7 @@ def drawn(monkeypatch):
     return figures
 
 
+@pytest.mark.slow
 def test_all_panels_have_titles_units_and_legends(tmp_path, drawn):
     file = tmp_path / "a.png"
     titles = draw([LOAD, LATENCY], file)

@@ -61,6 +61,7 @@ def test_latency_counts_all_batches_but_the_first(bench):
     assert run["host_gap"]["steps"] >= run["host_gap"]["dispatches"] > 0
 
 
+@pytest.mark.slow
 def test_throughput_serves_more_requests_than_slots(bench):
     requests = WORKLOAD.requests(9, 64)
     run = runs.throughput(
@@ -80,6 +81,7 @@ def test_load_streams_to_clients_who_arrive(served):
     assert run["seconds"] >= times[-1]
 
 
+@pytest.mark.slow
 def test_a_limit_of_concurrency_is_kept(served):
     requests = [WorkloadRequest([1, 2, 3], 6)] * 4
     traces, _ = asyncio.run(runs.serve_arriving(served.engine, requests, [0.0] * 4, runs.RunOptions(), 1))
@@ -160,6 +162,7 @@ def test_bytes_and_flops_of_a_step_are_those_of_the_weights_and_the_cache(bench)
     )
 
 
+@pytest.mark.slow
 def test_rates_are_measured_of_what_is_asked_for():
     found = rates.measure_rates("float32", ("bf16", "int8"), **SIZES)
     assert set(found.bandwidths) == {"read", "copy", "matvec"}
@@ -172,6 +175,7 @@ def test_rates_are_measured_of_what_is_asked_for():
     assert set(found.to_dict()["flops_per_second"]) == {"float32", "int8"}
 
 
+@pytest.mark.slow
 def test_random_weights_need_a_configuration_only(tmp_path):
     from tests.cli.conftest import write_checkpoint
 

@@ -62,6 +62,7 @@ def test_few_slots_are_read_once(chip, name):
         assert moved <= 2 * (stacks + rows)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "name"), quick(CASES, ("v6e", "qkv")))
 @pytest.mark.parametrize("rows", quick([32, 2048], 32))

@@ -76,6 +76,7 @@ def test_naming_one_is_this_or_an_error():
             flash_attention(**PLAIN.arguments(), implementation=name)
 
 
+@pytest.mark.slow
 def test_cudnn_is_called_with_the_same_attention():
     # What JAX computes without cuDNN for these arguments is what we ask cuDNN for.
     shape = replace(PLAIN, window=5, scale=0.2, dtype="float32")

@@ -98,6 +98,7 @@ EVERYTHING = FlashShape(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", quick(pallas_tpu.HEAD_DIMS, 80))
 def test_every_head_dim_compiles_for_a_tpu(head_dim):
     compile_for("v6e", replace(EVERYTHING, head_dim=head_dim), "pallas_tpu")

@@ -84,6 +84,7 @@ def test_the_comparison_catches_a_window_that_is_one_key_short(attend, expected)
     assert np.abs(np.asarray(out, np.float64) - expected(shape)[0]).max() > 10 * tolerance(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @ON_TPU
 def test_a_query_without_keys_gives_zeros(attend):
@@ -245,6 +246,7 @@ def attend_by_xla(q, k, v):
     return flash_attention(q, k, v, implementation="xla")
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_memory_is_linear_in_the_number_of_tokens():
     tokens = 32768
@@ -255,6 +257,7 @@ def test_memory_is_linear_in_the_number_of_tokens():
     assert size < 2.2 * temp_bytes(attend_by_xla, tokens // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_memory_of_the_gradient_is_linear_in_the_number_of_tokens():
     tokens = 32768

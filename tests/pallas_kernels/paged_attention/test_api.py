@@ -57,6 +57,7 @@ def test_new_pages_have_the_layout_of_the_platform():
         assert type(pages).__name__ == "InterleavedPages"
 
 
+@pytest.mark.slow
 def test_one_schedule_serves_all_layers():
     shape = SMALL["decode_empty_slots"]
     arguments = shape.arguments("separate")

@@ -54,6 +54,7 @@ def test_suite_of_four_bits(name, check):
     check(FOUR_BITS[name], "numba_cpu", "separate")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(NARROW, "decode_e4m3", "decode_e5m2"))
 def test_suite_of_bits(name, check):

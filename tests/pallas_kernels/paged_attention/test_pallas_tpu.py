@@ -75,6 +75,7 @@ def test_suite_of_four_bits(name, check, tpu_interpreter, small_blocks):
     check(FOUR_BITS[name], "pallas_tpu", "interleaved")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["decode_e4m3", "decode_int4_page_64"], "decode_e4m3"))
 def test_suite_as_on_chips_with_another_bias(name, check, monkeypatch, tpu_interpreter, small_blocks):
     """Chips whose matrix unit takes float8_e4m3b11fnuz: other bits, same numbers."""
@@ -264,6 +265,7 @@ def test_uniform_bits_do_not_depend_on_where_a_prompt_is_cut(dtype, tpu_interpre
         assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "index"), quick([("mixed", 4), ("decode_int8", 1)], ("decode_int8", 1)))
 def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks):
     shape = SMALL[name]
@@ -428,6 +430,7 @@ CORE_PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chip", "kind", "dtype"), quick(CORE_PROGRAMS, ("v4", "decode", "bfloat16")))
 def test_compiled_for_two_cores(chip, kind, dtype):
     check_compiled(chip, chip_shape(kind, "llama3", dtype))
@@ -462,6 +465,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chip", "name"),

@@ -38,11 +38,13 @@ def test_suite_of_four_bits(name, check):
     check(FOUR_BITS[name], "xla", "separate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick([n for n in FOUR_BITS if "int8_int4" not in n], "decode_int4_head_dim_96"))
 def test_suite_of_four_bits_interleaved(name, check):
     check(FOUR_BITS[name], "xla", "interleaved")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(INTERLEAVED, "verify_int8"))
 def test_suite_interleaved(name, check):
@@ -110,6 +112,7 @@ def test_bits_do_not_depend_on_the_chunks_of_a_prompt():
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_a_nan_stays_in_its_sequence():
     shape = SMALL["mixed"]
@@ -155,6 +158,7 @@ ON_A_CPU = [(None, dtype) for dtype in ("float32", "int8", "bfloat16", "float8_e
 ON_CHIPS = itertools.product(("v6e", "h100"), ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chip", "dtype"),

@@ -51,6 +51,7 @@ def test_products_equal_float64(name):
         np.testing.assert_allclose(product(x, w), expected, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("rows", "outputs"), quick([(1, 32), (128, 4096), (11, 1024), (3, 65_536)], (11, 1024)))
 def test_panels_and_parts(rows, outputs):
@@ -82,6 +83,7 @@ def test_an_output_does_not_depend_on_the_others(name):
         np.testing.assert_array_equal(product(x, w)[:, 96:160], product(x, part))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_tied_embedding_is_read_as_it_is_stored(name):

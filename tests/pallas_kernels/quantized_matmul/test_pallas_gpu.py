@@ -104,6 +104,7 @@ def test_compiled_for_hopper_no_weight_is_written(name, rows):
             assert found.temporary_bytes < w.values.size // 2
 
 
+@pytest.mark.slow
 def test_values_are_laid_out_for_the_kernel():
     params = {"layers": {"0": {"up": {"weight": jax.random.normal(jax.random.key(0), (128, 64))}}}}
     # Of groups that the kernel does not take XLA reads the scales in the layout of the values.

@@ -105,6 +105,7 @@ ACTIVATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "platform"), quick(ACTIVATIONS, ("w8a8", "cpu"), ("w8a8-fp8-block", "tpu")))
 def test_quantized_activations(name, platform):
     """Exactly the product of what both sides were quantized to."""
