@@ -17,11 +17,11 @@ from jaxinfer.server.api_error import APIError, refused
 from jaxinfer.server.connected import while_connected
 from jaxinfer.server.generation import AnswerForm, Generation
 from jaxinfer.server.http import EventStream, json_response, lease_for, record_of, work_for
+from jaxinfer.server.ids import new_answer_id
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.resume import (
     StreamPosition,
     begun_answers,
-    new_answer_id,
     request_digest,
 )
 from jaxinfer.server.sent_tokens import SENT_TOKENS, TELL_TOKENS

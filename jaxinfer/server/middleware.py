@@ -1,6 +1,5 @@
 """Checks before every route, in pure ASGI: request ids, hosts, origins, keys, the size of headers, and errors."""
 
-import re
 import time
 from collections.abc import Awaitable, Sequence
 
@@ -11,15 +10,14 @@ from jaxinfer.server.api_error import APIError, invalid_key
 from jaxinfer.server.auth import Keys, key_in
 from jaxinfer.server.connected import ClientLeftError
 from jaxinfer.server.errors import as_api_error
+from jaxinfer.server.ids import request_id
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.record import RECORD, Record
-from jaxinfer.server.resume import new_answer_id
 from jaxinfer.server.service import Service
 
 # For probes, which have no key, and for the page, which asks its reader for one.
 OPEN_PATHS = ("/health", "/ready", "/")
 _METRICS = "/metrics"
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _CORS_SECONDS = b"600"
 _TRACE = (b"traceparent", b"tracestate")
 
@@ -48,7 +46,7 @@ class Guard:
         if scope["type"] != "http":  # the only kind that is checked below
             raise ValueError(f"connections of type {scope['type']!r} are not served")
         headers: Headers = scope["headers"]
-        record = Record(_request_id(headers), scope["method"])
+        record = Record(request_id(headers), scope["method"])
         record.route = self._route(scope["path"])
         record.start = time.perf_counter()
         if self._service.on_finish is not None:
@@ -138,12 +136,6 @@ class Guard:
 
 def _header(headers: Headers, name: bytes) -> bytes:
     return next((value for other, value in headers if other == name), b"")
-
-
-def _request_id(headers: Headers) -> str:
-    """The client's, if it is short and of safe characters; else a new one."""
-    given = _header(headers, b"x-request-id")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else f"req-{new_answer_id()}"
 
 
 def _host(headers: Headers) -> str:

@@ -18,8 +18,8 @@ from jaxinfer.sampling import SamplingParams
 from jaxinfer.server.answering import bind
 from jaxinfer.server.errors import client_errors
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
+from jaxinfer.server.ids import new_answer_id
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.resume import new_answer_id
 from jaxinfer.server.service import Service
 
 # Grammars have no form in JSON that is everywhere the same.

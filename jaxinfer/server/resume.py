@@ -10,8 +10,6 @@ steps, and the answer goes on after them.
 
 import hashlib
 import re
-import secrets
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,11 +118,6 @@ class StreamPosition:
         position.choices = choices
         position.num_events = None if match[5] is None else int(match[5])
         return position
-
-
-def new_answer_id() -> str:
-    """24 hexadecimal digits: the time in seconds, and a random number."""
-    return f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(8)}"
 
 
 def request_digest(body: msgspec.Struct, fingerprint: str, key: str = "") -> str:

@@ -13,6 +13,7 @@ from jaxinfer.fleet.front.relay import FrontCounts, Relay
 from jaxinfer.fleet.front.replicas import FrontReplicas, ReplicaSet
 from jaxinfer.server.api_error import APIError, failed, unavailable
 from jaxinfer.server.connected import ClientLeftError, while_connected
+from jaxinfer.server.ids import request_id
 from jaxinfer.server.sent_tokens import SENT_TOKENS
 
 _BODY_SECONDS = 60.0
@@ -23,7 +24,8 @@ _POSTED = (
     *("/api/chat", "/api/generate", "/api/embed", "/api/show"),
 )
 _READ = ("/", "/version", "/v1/models", "/tokenizer_info", "/openapi.json", "/api/version", "/api/tags")
-_DESCRIBED = {*_POSTED, *_READ, "/v1/models/{id}", "/health", "/ready", "/metrics"}
+_OWN = ("/health", "/ready", "/metrics")
+_DESCRIBED = {*_POSTED, *_READ, *_OWN, "/v1/models/{id}"}
 
 
 class FrontApp:
@@ -48,14 +50,17 @@ class FrontApp:
         path: str = scope["path"]
         try:
             self._check(scope)
-            if (answer := self._own(path)) is not None:
+            if (answer := self._own(scope["method"], path)) is not None:
+                answer.headers["x-request-id"] = request_id(scope["headers"])
                 await answer(scope, receive, send)
                 return
             await self._pass_on(scope, receive, send)
         except (ClientLeftError, ClientDisconnect):
             return
         except Exception as error:
-            await failed(error).response(path)(scope, receive, send)
+            answer = failed(error).response(path)
+            answer.headers["x-request-id"] = request_id(scope["headers"])
+            await answer(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers: Headers = scope["headers"]
@@ -67,8 +72,10 @@ class FrontApp:
         if any(name == SENT_TOKENS.encode() for name, _ in headers):
             raise APIError(400, "tokens that were sent come from the front alone", param=SENT_TOKENS)
 
-    def _own(self, path: str) -> Response | None:
+    def _own(self, method: str, path: str) -> Response | None:
         """The answer of a route that is the front's own."""
+        if path in _OWN and method not in ("GET", "HEAD"):
+            raise APIError(405, "this route does not take this method", headers={"allow": "GET, HEAD"})
         if path == "/health":
             return _json({"status": "ok"})
         if path == "/ready":

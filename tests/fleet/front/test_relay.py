@@ -503,6 +503,20 @@ def test_options_that_make_no_front_are_refused():
     assert FrontOptions(replicas=["http://a:1", "http://[::1]:2/"]).hosts == ("localhost", "127.0.0.1", "::1")
 
 
+def test_the_fronts_own_routes_are_as_those_of_a_server():
+    async def check():
+        async with FakeReplica(stream()) as one, front(one) as port:
+            for path in ("/health", "/ready", "/metrics"):
+                status, head, body = await ask(port, "GET", path, x_request_id="mine")
+                assert (status, "x-request-id: mine" in head) == (200, True)
+                status, head, body = await ask(port, "TRACE", path)
+                assert (status, "allow: get, head" in head) == (405, True)
+                assert "x-request-id: req-" in head
+            assert "x-request-id: req-" in (await ask(port, "GET", "/none"))[1]
+
+    uvloop.run(check())
+
+
 def test_a_front_loads_nothing_of_an_engine():
     """It starts in a moment, and takes 55 MB instead of 220."""
     code = "import sys, jaxinfer.fleet.front.run; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
