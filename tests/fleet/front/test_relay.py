@@ -507,9 +507,9 @@ def test_the_fronts_own_routes_are_as_those_of_a_server():
     async def check():
         async with FakeReplica(stream()) as one, front(one) as port:
             for path in ("/health", "/ready", "/metrics"):
-                status, head, body = await ask(port, "GET", path, x_request_id="mine")
+                status, head, _ = await ask(port, "GET", path, x_request_id="mine")
                 assert (status, "x-request-id: mine" in head) == (200, True)
-                status, head, body = await ask(port, "TRACE", path)
+                status, head, _ = await ask(port, "TRACE", path)
                 assert (status, "allow: get, head" in head) == (405, True)
                 assert "x-request-id: req-" in head
             assert "x-request-id: req-" in (await ask(port, "GET", "/none"))[1]
