@@ -19,11 +19,7 @@ from jaxinfer.server.generation import AnswerForm, Generation
 from jaxinfer.server.http import EventStream, json_response, lease_for, record_of, work_for
 from jaxinfer.server.ids import new_answer_id
 from jaxinfer.server.models import Lease, ServedModel
-from jaxinfer.server.resume import (
-    StreamPosition,
-    begun_answers,
-    request_digest,
-)
+from jaxinfer.server.resume import StreamPosition, begun_answers, request_digest
 from jaxinfer.server.sent_tokens import SENT_TOKENS, TELL_TOKENS
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_length

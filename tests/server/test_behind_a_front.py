@@ -54,7 +54,7 @@ class Cutter:
 
 
 def _first_event_end(data):
-    """Where the first event of a stream ends that has an id; beyond the data where it does not end in them."""
+    """The end of the first event that has an id; beyond the data where it does not end in them."""
     event = data.find(b"\nid: ")
     end = -1 if event < 0 else data.find(b"\n\n", event)
     return end + 2 if end >= 0 else len(data) + 1

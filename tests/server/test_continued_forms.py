@@ -37,7 +37,7 @@ TIMES = ("created_at", "total_duration", "load_duration", "prompt_eval_duration"
 
 @pytest.fixture
 def client(make_service, engine):
-    """Of a server whose model thinks until it writes a text that it does write, and whose calls are Hermes'."""
+    """A client of a server whose model thinks until it writes a text that it does write; its calls are Hermes'."""
     service = make_service(accept_sent_tokens=True)
     plain = Client(make_app(service))
     body = {"messages": ASK, "max_tokens": 40, "seed": 4}
