@@ -1,6 +1,7 @@
 """Linear layers and norms."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,12 @@ def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype) -> Any:
     which only shapes are used (tracing the random numbers of 30 layers takes over a second)."""
     if rngs is None:
         return np.broadcast_to(np.zeros((), dtype), shape)
-    return nnx.initializers.normal(0.02)(rngs.params(), shape, dtype)
+    return _normal(rngs.params(), shape, jnp.dtype(dtype))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return nnx.initializers.normal(0.02)(key, shape, dtype)
 
 
 class Norm(nnx.Module):

@@ -145,18 +145,13 @@ def bound_draft_head(config: ModelConfig, params: Params) -> DraftHead:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:
-    """`decoder.init_params`."""
-
-    @jax.jit
-    def make(key):
-        options = {"dtype": jnp.dtype(dtype or config.dtype), "rngs": nnx.Rngs(params=key)}
-        first, kinds, last = _parts(config)
-        made = [_params(part(config, **options)) for part in first]
-        layers = {str(i): _params(kind(config, i, **options)) for i, kind in enumerate(kinds)}
-        made += [{"layers": layers}, *(_params(part(config, **options)) for part in last)]
-        return {name: leaf for part in made for name, leaf in part.items()}
-
-    return make(key)
+    """`decoder.init_params`. Weights of one shape share a program: XLA takes seconds to compile one of all weights."""
+    options = {"dtype": jnp.dtype(dtype or config.dtype), "rngs": nnx.Rngs(params=key)}
+    first, kinds, last = _parts(config)
+    made = [_params(part(config, **options)) for part in first]
+    layers = {str(i): _params(kind(config, i, **options)) for i, kind in enumerate(kinds)}
+    made += [{"layers": layers}, *(_params(part(config, **options)) for part in last)]
+    return jax.tree.map(jnp.asarray, {name: leaf for part in made for name, leaf in part.items()})
 
 
 def _parts(config: ModelConfig) -> tuple[list[Any], list[Any], list[Any]]:
