@@ -227,7 +227,7 @@ def _parts_of(
     for index, span in enumerate(spans):
         last = spans[index + 1].start if index + 1 < len(spans) else len(coordinate.token_ids)
         end = min(last, claim.stop)
-        if position >= end:
+        if position >= end and (coordinate.token_ids or not ends_again(coordinate)):
             continue
         if (why := _why_not(span, loaded, force=force)) is not None:
             yield AnswerCheck(refused=(f"tokens {position} to {end}: {why}",))
@@ -281,7 +281,7 @@ def _request_of(llm: ReplayModel, claim: Claim, *, force: bool) -> Request:
         raise ValueError(f"the answer has {num_tokens} tokens, and max_tokens={most}")
     if num_prompt + num_tokens > (limit := llm.engine.spec.max_model_len):
         raise ValueError(f"{num_prompt} prompt tokens and {num_tokens} of the answer are more than {limit}")
-    vocab_size = llm.config.vocab_size
+    vocab_size = llm.client.prompts_of(name).vocab_size  # an adapter may add tokens
     for token in coordinate.token_ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"token {token} of the answer is none of the model's {vocab_size}")
