@@ -91,7 +91,7 @@ def check_arrays(specs: RequestArrays, given: Mapping[str, Any] | None, of: str)
         raise TypeError(f'arrays must be a mapping such as {{"name": array}}, got {type(given).__name__}')
     for name in given:
         if name not in specs:
-            known = f": they are {', '.join(specs)}" if specs else f": there are no {of}"
+            known = f": they are {', '.join(specs)}" if specs else ": none is"
             raise ValueError(f"no array {name!r:.60} is declared by {of}{did_you_mean(name, specs, otherwise=known)}")
     return {name: specs[name].checked(value, f"array {name!r}") for name, value in given.items()}
 

@@ -62,7 +62,7 @@ def test_arrays_of_requests_are_checked(given, told):
 def test_what_is_no_mapping_is_refused_and_nothing_may_be_given():
     with pytest.raises(TypeError, match="mapping"):
         check_arrays(SPECS, [1.0], "processors")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="there are no processors"):
+    with pytest.raises(ValueError, match="declared by processors: none is"):
         check_arrays({}, {"bias": 1.0}, "processors")
     assert check_arrays({}, None, "processors") == {}
 

@@ -31,8 +31,10 @@ MESSAGES_FORM = '[{"role": "user", "content": "..."}]'
 _MODEL_FORM = "a folder, a GGUF file, a hub id, 'demo', or (ModelConfig, params, tokenizer)"
 _MODEL_NAMES = tuple(entry.name for entry in NAMES if entry.ours == "model")
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
+_REQUEST_NAMES = (*(field.name for field in fields(RequestOptions)), "taps")
 _ELSEWHERE = {
     "SamplingParams, as in generate(prompts, SamplingParams(max_tokens=64))": _SAMPLING_NAMES,
+    "generate, as in generate(llm.chat_prompt(messages), priority=1)": _REQUEST_NAMES,
     "LLM, as in LLM(model, max_model_len=1024)": tuple(field.name for field in fields(LLMOptions)),
 }
 
@@ -108,7 +110,8 @@ def _our_keywords(keywords: Mapping[str, Any], known: Sequence[str], name: str, 
 
 def _is_option(name: str) -> bool:
     """True of names of a request's or a method's fields, ours or another engine's, which are no template variables."""
-    return name in _SAMPLING_NAMES or find("call", name) is not None or find("SamplingParams", name) is not None
+    is_ours = name in _SAMPLING_NAMES or name in _REQUEST_NAMES
+    return is_ours or find("call", name) is not None or find("SamplingParams", name) is not None
 
 
 def unknown_attribute(self: Any, name: str) -> NoReturn:

@@ -47,7 +47,8 @@ class Coordinate:
         number among the request's n.
       weights: which weights made its tokens. adapter: None for the model without one.
       options: those of the `LLM` that change its tokens. program: facts that change the bits of numbers.
-      arrays: those that the request gave processors, by name, as `request_arrays.to_plain` has them.
+      arrays: those that the request gave processors, by name, as `request_arrays.to_plain` has them. steering: vectors
+        that it added, by the layer's number as text, in the same form.
       token_ids: the answer. finish_reason, stop_reason: as of `CompletionOutput`.
     """
 
@@ -60,6 +61,7 @@ class Coordinate:
     options: Mapping[str, Any] = field(default_factory=dict)
     program: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, Any] = field(default_factory=dict)
+    steering: Mapping[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -67,7 +69,7 @@ class Coordinate:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, with the version of this form."""
         params = {name: _plain(value) for name, value in vars(self.params).items() if name not in _NO_CHOICE}
-        own = {name: _plain(getattr(self, name)) for name in _OWN if name != _OPTIONAL or self.arrays}
+        own = {name: _plain(value) for name in _OWN if (value := getattr(self, name)) or name not in _OPTIONAL}
         return {"form": FORM, **own, "params": params}
 
     @classmethod
@@ -77,7 +79,7 @@ class Coordinate:
             raise CoordinateError(f"a coordinate is an object with a form, got {mapping!r:.60}")
         if (form := mapping["form"]) != FORM:
             raise CoordinateError(f"the coordinate has form {form!r:.20}, and this version reads form {FORM}")
-        given = {_OPTIONAL: {}, **{name: value for name, value in mapping.items() if name != "form"}}
+        given = {"arrays": {}, "steering": {}, **{name: value for name, value in mapping.items() if name != "form"}}
         known = [*_OWN, "params"]
         for name in [*given, *known]:
             if name not in known or name not in given:
@@ -92,7 +94,7 @@ class Coordinate:
         return cls(**read, params=params)
 
 
-_OPTIONAL = "arrays"  # left out where there are none
+_OPTIONAL = ("arrays", "steering")  # left out where there are none
 _OWN = {item.name: item.type for item in fields(Coordinate) if item.name != "params"}
 
 

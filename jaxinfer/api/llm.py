@@ -281,14 +281,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         outputs = [self.client.collect(answers) for answers in self._run(requests, "generating", "answer", use_tqdm)]
         if taps:
             outputs = [
-                replace(
-                    output,
-                    taps=self.engine.hidden_states(
-                        [*output.prompt_token_ids, *output.outputs[0].token_ids],
-                        taps,
-                        *(request.adapter, request.adapter_start, request.steering),
-                    ),
-                )
+                replace(output, taps=self.engine.hidden_states(_with_answer(request, output), taps))
                 for output, request in zip(outputs, requests, strict=True)
             ]
         return outputs
@@ -306,6 +299,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         adapter: str | Sequence[str | None] | None = None,
         arrays: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         steering: Mapping[int, Any] | Sequence[Mapping[int, Any] | None] | None = None,
+        tapped_layers: Sequence[int] = (),
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
@@ -313,8 +307,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
         an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter`,
-        `arrays` and `steering` are as of `generate`. Raises TypeError for what is no conversation, ValueError as
-        `generate`, and for tools that cannot be served.
+        `arrays`, `steering` and `tapped_layers` are as of `generate`. Raises TypeError for what is no conversation,
+        ValueError as `generate`, and for tools that cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
@@ -333,6 +327,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
             adapter=adapter,
             arrays=arrays,
             steering=steering,
+            tapped_layers=tapped_layers,
         )
         return [request.read(output, answers) for output, request in zip(outputs, requests, strict=True)]
 
@@ -363,10 +358,12 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         adapter: str | None = None,
         arrays: Mapping[str, Any] | None = None,
         steering: Mapping[int, Any] | None = None,
+        tapped_layers: Sequence[int] = (),
     ) -> Iterator[StreamDelta]:
-        """Yields text as it is generated, by the adapter of that name if one is given, with `arrays` and `steering` as
-        of `generate`. Leaving the loop early ends the request and frees its slot."""
-        options = RequestOptions(adapter=adapter, arrays=arrays, steering=steering)
+        """Yields text as it is generated, by the adapter of that name if one is given, with `arrays`, `steering` and
+        `tapped_layers` as of `generate`: the last delta's output has the hidden states. Leaving the loop early ends the
+        request and frees its slot."""
+        options = RequestOptions(adapter=adapter, arrays=arrays, steering=steering, tapped_layers=tapped_layers)
         if self._lockstep is not None:
             return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params, options)))
         return self.client.stream(self.prepare(prompt, params, options))
@@ -758,6 +755,11 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
 
 
 LLM.__doc__ = documented(LLM.__doc__)
+
+
+def _with_answer(request: Request, output: RequestOutput) -> Request:
+    """A request whose prompt has its first answer too."""
+    return replace(request, token_ids=[*request.token_ids, *output.outputs[0].token_ids])
 
 
 def _layers_chooser(options: LLMOptions, model: Any) -> ChooseLayers | None:

@@ -18,6 +18,7 @@ from jaxinfer.engine.grammars import ClaimRefusedError
 from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import CompletionOutput, Prompt, Request, RequestOptions, SequenceState
 from jaxinfer.engine.scheduler import QueueFullError
+from jaxinfer.engine.steering import Steering
 from jaxinfer.models import ModelConfig
 from jaxinfer.progress import Stage
 from jaxinfer.request_arrays import from_plain
@@ -227,7 +228,7 @@ def _parts_of(
     for index, span in enumerate(spans):
         last = spans[index + 1].start if index + 1 < len(spans) else len(coordinate.token_ids)
         end = min(last, claim.stop)
-        if position >= end:
+        if position >= end and (coordinate.token_ids or not ends_again(coordinate)):
             continue
         if (why := _why_not(span, loaded, force=force)) is not None:
             yield AnswerCheck(refused=(f"tokens {position} to {end}: {why}",))
@@ -281,15 +282,27 @@ def _request_of(llm: ReplayModel, claim: Claim, *, force: bool) -> Request:
         raise ValueError(f"the answer has {num_tokens} tokens, and max_tokens={most}")
     if num_prompt + num_tokens > (limit := llm.engine.spec.max_model_len):
         raise ValueError(f"{num_prompt} prompt tokens and {num_tokens} of the answer are more than {limit}")
-    vocab_size = llm.config.vocab_size
+    vocab_size = llm.client.prompts_of(name).vocab_size  # an adapter may add tokens
     for token in coordinate.token_ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"token {token} of the answer is none of the model's {vocab_size}")
-    options = RequestOptions(adapter=name, arrays=from_plain(coordinate.arrays))
+    options = RequestOptions(
+        adapter=name, arrays=from_plain(coordinate.arrays), steering=_steering_of(coordinate.steering)
+    )
     request = llm.prepare(list(coordinate.prompt_token_ids), coordinate.params, options)
     if use is not None and request.adapter_start != use.start:
         raise ValueError(f"adapter {use.name!r} starts at token {request.adapter_start}, not at {use.start}")
     return replace(request, claimed=coordinate.token_ids) if claim.drafts else request
+
+
+def _steering_of(plain: Mapping[str, Any]) -> Steering | None:
+    """The vectors of a coordinate. Raises ValueError for what are none."""
+    if not plain:
+        return None
+    try:
+        return Steering({int(layer): vector for layer, vector in from_plain(plain).items()})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the coordinate's steering is damaged: {error}") from None
 
 
 def _run(llm: ReplayModel, parts: Sequence[_Part]) -> Iterator[tuple[_Part, AnswerCheck]]:

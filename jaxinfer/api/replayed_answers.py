@@ -33,7 +33,7 @@ class ReplayedAnswers(ReplayModel if TYPE_CHECKING else object):
 
         The fingerprint of the weights is computed once for each version of them, the first time in some tenths of a
         second. That of weights which were replaced before any coordinate was made is not known. Raises ValueError for
-        a request without such an answer or with steering of its own, and for a vector or a score.
+        a request without such an answer, and for a vector or a score.
         """
         if isinstance(answers, Request):
             origin, prompt, output = answers.origin, answers.token_ids, None
@@ -48,8 +48,6 @@ class ReplayedAnswers(ReplayModel if TYPE_CHECKING else object):
             seed = output.seed
         if origin is None:
             raise ValueError("the output does not say what it follows from: only those of an LLM do")
-        if origin.steering is not None:
-            raise ValueError("the request has steering of its own, whose vectors no coordinate has")
         spans = (WeightsSpan(self.weights_version),) if output is None else output.weights
         return Coordinate(
             model=self.name,
@@ -64,6 +62,7 @@ class ReplayedAnswers(ReplayModel if TYPE_CHECKING else object):
             options=self._options_of_tokens,
             program=program_of(self),
             arrays=to_plain(origin.arrays),
+            steering=to_plain(origin.steering),
             **({} if output is None else end_of(output)),
         )
 

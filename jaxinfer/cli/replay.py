@@ -76,7 +76,8 @@ def verify_answer(model_options: ClaimModelOptions, options: ClaimOptions) -> in
     are as of [bold]replay[/bold].
     """
     coordinates, num_without = _read(options.file)
-    for where, coordinate in coordinates:
+    is_whole = not options.first and options.last is None  # also of answers without a token
+    for where, coordinate in () if is_whole else coordinates:
         length = len(coordinate.token_ids)
         if not options.first < (length if options.last is None else options.last) <= length:
             last = "" if options.last is None else f" --to {options.last}"

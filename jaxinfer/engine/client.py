@@ -379,7 +379,7 @@ class Client(TakesPrompts):
         """Queues the only answer of a request, which goes on after the tokens `begun`: fewer than it may have. Raises
         ClaimRefusedError where its grammar refuses one of them, QueueFullError where the queue is full."""
         answer = SequenceState(request, tokens=[*request.token_ids, *begun])
-        answer.reader = _TextReader(answer, self.tokenizer)
+        answer.reader = _TextReader(answer, self._tokenizer_of(request))
         self.engine.add(answer)
         return answer
 

@@ -23,11 +23,10 @@ from jaxinfer.engine.model_runner import Flight, ModelRunner
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.programs.work import INVALID_LOGITS
-from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.speculation import Speculation
-from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.tiers.prefix_store import PrefixStore
 from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
@@ -82,7 +81,7 @@ class Engine:
         self._planner = self.speculation or self.scheduler
         self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler, base)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
-        self._num_with_logprobs = self._num_with_grammars = self._num_tapped = 0  # of the unfinished ones
+        self._num_with_logprobs = self._num_with_grammars = 0  # of the unfinished ones
         self._in_flight: deque[Flight] = deque()
         self._rests_with: set[SequenceState] = set()  # that run on with other weights
         self._deadlines = Deadlines()
@@ -136,7 +135,6 @@ class Engine:
             self._busy_since = time.perf_counter()
         self._sequences[sequence] = None
         self._num_with_logprobs += sequence.params.logprobs is not None
-        self._num_tapped += bool(sequence.request.options.tapped_layers)
         self._deadlines.add(sequence)
 
     def finish(self, sequence: SequenceState, reason: str, stop_reason: int | str | None = None) -> None:
@@ -152,7 +150,6 @@ class Engine:
             self.grammars.end(sequence)
             self._num_with_grammars -= 1
         self._num_with_logprobs -= sequence.params.logprobs is not None
-        self._num_tapped -= bool(sequence.request.options.tapped_layers)
         self.runner.stop_scoring(sequence)
         sequence.finished = time.monotonic()
         if not self._sequences:
@@ -241,7 +238,7 @@ class Engine:
     def _commit(self, flight: Flight) -> list[SequenceState]:
         """Reads a dispatch's results: appends tokens, ends sequences, lets others use pages that are known."""
         flight_results = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
-        states = results.states_of_slots(flight) if self._num_tapped else {}
+        states = results.states_of_slots(flight) if self.spec.tapped_layers else {}
         if self.prefix_store is not None:
             self.prefix_store.collect()
         if self.on_read is not None:
@@ -383,21 +380,15 @@ class Engine:
         """Names of the programs that `warm_up` compiles, without the small programs that write slots and copy pages."""
         return [program.name for program in self.runner.all_programs]
 
-    def hidden_states(
-        self,
-        tokens: list[int],
-        taps: tuple[str, ...],
-        adapter: LoadedAdapter | int = 0,
-        start: int = 0,
-        steering: Steering | None = None,
-    ) -> dict[str, np.ndarray]:
-        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache;
-        `adapter` changes the model from token `start` on, and `steering` is added at all tokens.
+    def hidden_states(self, request: Request, taps: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The tapped hidden states [tokens, D] of a request's prompt, with its adapter and steering, without touching
+        the cache.
 
         Raises RuntimeError where all slots have adapters of running requests.
         """
-        with self._adapter_slot(adapter) as slot:
-            return self.runner.hidden_states(tokens, taps, slot, start, steering)
+        with self._adapter_slot(request.adapter) as slot:
+            tokens, start = list(request.token_ids), request.adapter_start
+            return self.runner.hidden_states(tokens, taps, slot, start, request.steering)
 
     @contextmanager
     def _adapter_slot(self, adapter: LoadedAdapter | int) -> Iterator[int]:

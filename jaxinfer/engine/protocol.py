@@ -7,13 +7,11 @@ from typing import Protocol
 import numpy as np
 
 from jaxinfer.cache import KVScales
-from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.compiling import Report
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.events import Observer, Snapshot
-from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.models import Params
 from jaxinfer.speculative import SpeculationStats
@@ -64,14 +62,7 @@ class AnyEngine(Protocol):
 
     def snapshot(self) -> Snapshot: ...
 
-    def hidden_states(
-        self,
-        tokens: list[int],
-        taps: tuple[str, ...],
-        adapter: LoadedAdapter | int = 0,
-        start: int = 0,
-        steering: Steering | None = None,
-    ) -> dict[str, np.ndarray]: ...
+    def hidden_states(self, request: Request, taps: tuple[str, ...]) -> dict[str, np.ndarray]: ...
 
     def warm_up(self, num_jobs: int | None = None, report: Report = lambda name: None) -> int: ...
 

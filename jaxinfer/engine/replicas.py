@@ -14,16 +14,14 @@ from jax.sharding import Mesh
 
 from jaxinfer import parallel
 from jaxinfer.cache import KVScales
-from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.compiling import Report
 from jaxinfer.engine.engine import Deadlines, Engine
 from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.protocol import AnyEngine
-from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.speculative import Draft, SpeculationStats
@@ -154,16 +152,9 @@ class Replicas:
         """As `Engine.program_names`, of every engine."""
         return [name for engine in self.engines for name in engine.program_names]
 
-    def hidden_states(
-        self,
-        tokens: list[int],
-        taps: tuple[str, ...],
-        adapter: LoadedAdapter | int = 0,
-        start: int = 0,
-        steering: Steering | None = None,
-    ) -> dict[str, np.ndarray]:
+    def hidden_states(self, request: Request, taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """As `Engine.hidden_states`."""
-        return self.engines[0].hidden_states(tokens, taps, adapter, start, steering)
+        return self.engines[0].hidden_states(request, taps)
 
     @property
     def kv_scales(self) -> KVScales | None:

@@ -106,14 +106,14 @@ class AnswerOrigin:
     Attributes:
       params: sampling parameters. max_tokens: of an answer at most, where `params` leave it open too.
       adapter: None for the model without one. arrays: that the request gave processors.
-      steering: the fingerprint of vectors that were added for this request beside those of the `LLM`; None for none.
+      steering: vectors that were added for this request beside those of the `LLM`, by the layer's number as text.
     """
 
     params: SamplingParams
     max_tokens: int
     adapter: AdapterUse | None = None
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
-    steering: str | None = None
+    steering: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,13 @@ class Request:
     @property
     def origin(self) -> AnswerOrigin | None:
         """Everything that its answers follow from; None for an adapter that only a number names."""
-        adapter, own = self.adapter, self.options.steering
-        added = own.fingerprint if isinstance(own, Steering) else None
+        adapter, own, use = self.adapter, self.options.steering, None
         if isinstance(adapter, LoadedAdapter):
             use = AdapterUse(adapter.name, adapter.fingerprint, self.adapter_start)
-            return AnswerOrigin(self.params, self.max_tokens, use, self.arrays, added)
-        return None if adapter else AnswerOrigin(self.params, self.max_tokens, arrays=self.arrays, steering=added)
+        elif adapter:
+            return None
+        added = own.arrays if isinstance(own, Steering) else {}
+        return AnswerOrigin(self.params, self.max_tokens, use, self.arrays, added)
 
     @cached_property
     def num_prompt(self) -> int:

@@ -83,11 +83,15 @@ class TappedFlight(Protocol):
 
 def states_of_slots(flight: TappedFlight) -> dict[int, dict[str, np.ndarray]]:
     """Tapped hidden states [tokens, D] by slot and name: of a chunk's tokens, or of the tokens that a slot stored, one
-    a step. Waits for them."""
+    a step. Waits for those that one of its requests wants, and leaves the others on the device."""
+    sequences = [*(sequence for _, sequence in flight.decodes), *(chunk.sequence for _, chunk in flight.chunks)]
+    wanted = {tap_name(layer) for sequence in sequences for layer in sequence.request.options.tapped_layers}
+    if not wanted:
+        return {}
     if not flight.chunks:
-        steps = {name: np.asarray(of_steps) for name, of_steps in flight.output.states.items()}
+        steps = {name: np.asarray(flight.output.states[name]) for name in wanted}
         return {slot: {name: rows[:, slot] for name, rows in steps.items()} for slot, _ in flight.decodes}
-    rows, row = {name: np.asarray(of_rows) for name, of_rows in flight.states.items()}, len(flight.decodes)
+    rows, row = {name: np.asarray(flight.states[name]) for name in wanted}, len(flight.decodes)
     places = {slot: slice(number, number + 1) for number, (slot, _) in enumerate(flight.decodes)}
     for slot, chunk in flight.chunks:
         places[slot], row = slice(row, row + chunk.length), row + chunk.length

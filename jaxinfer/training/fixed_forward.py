@@ -77,6 +77,7 @@ def refusal(spec: Any) -> str | None:
         f"kv_dtype={options.kv_dtype!r} is none of {', '.join(_KV_DTYPES)}": options.kv_dtype not in _KV_DTYPES,
         f"it runs on {spec.num_devices} devices": spec.num_devices > 1,
         "its weights hold adapters, which tokens have or have not": spec.has_adapters,
+        f"its passes add vectors (steered_layers={spec.steered_layers})": bool(spec.steered_layers),
     }
     return next((text for text, is_so in reasons.items() if is_so), None)
 

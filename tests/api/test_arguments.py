@@ -140,6 +140,7 @@ def test_methods_take_names_and_show_their_form():
         (lambda: model.generate("a", use_tqmd=True), "did you mean 'use_tqdm'"),
         (lambda: model.chat(HI, temperature=5), "chat has no argument 'temperature': it belongs to SamplingParams"),
         (lambda: model.chat(HI, temp=5), "SamplingParams takes it as temperature"),
+        (lambda: model.chat(HI, timeout=5), "chat has no argument 'timeout': it belongs to generate"),
     ):
         with pytest.raises(TypeError, match=message):
             call()

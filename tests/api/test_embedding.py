@@ -10,7 +10,7 @@ import checkpoints_convert
 from jaxinfer import LLM, AsyncEngine, SamplingParams
 from jaxinfer.api.embedding import best_first
 from jaxinfer.engine.programs import pool
-from jaxinfer.engine.request import Pooling, PoolingKind
+from jaxinfer.engine.request import Pooling, PoolingKind, Request
 from tests.oracle.embedding_cases import CASES, WIDTH, write
 from tests.oracle.test_embedding_golden import OPTIONS  # the same programs
 
@@ -36,7 +36,8 @@ def expected(llm, kind):
     states = []
     for text in TEXTS:
         padded = [*text, *[0] * (128 - len(text))]  # one program
-        states.append(llm.engine.hidden_states(padded, ("final_norm",))["final_norm"][: len(text)])
+        request = Request(padded, SamplingParams(), 1)
+        states.append(llm.engine.hidden_states(request, ("final_norm",))["final_norm"][: len(text)])
     pick = {"last": lambda one: one[-1], "cls": lambda one: one[0], "mean": lambda one: one.mean(axis=0)}[kind]
     vectors = np.array([pick(one) for one in states])
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

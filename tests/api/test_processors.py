@@ -89,7 +89,7 @@ def test_what_cannot_be_served_is_refused_with_a_sentence(llm, plain, model):
     for arrays, error, told in wrong:
         with pytest.raises(error, match=told):
             llm.generate([PROMPT], GREEDY, arrays=arrays)
-    with pytest.raises(ValueError, match="there are no processors"):
+    with pytest.raises(ValueError, match="declared by processors: none is"):
         plain.generate([PROMPT], GREEDY, arrays={"bias": bias_of()})
     with pytest.raises(ValueError, match="scores under sampling parameters are not computed under processors"):
         llm.score([PROMPT], params=SamplingParams(temperature=0.5))
@@ -111,7 +111,7 @@ def test_a_coordinate_has_the_arrays_and_the_functions(llm, plain, model):
     assert llm.replay([again])[0].is_equal
     assert not llm.replay([replace(again, arrays={})])[0].is_equal  # other arrays, other tokens
     (check,) = plain.replay([again])
-    assert "there are no processors" in check.refused[0]
+    assert "declared by processors: none is" in check.refused[0]
 
     def subtract(logits, history, bias):
         return logits - jnp.maximum(bias, 0)

@@ -157,6 +157,23 @@ def test_an_end_is_checked_too(checking, made):
     other = replace(ended, stop_reason="x")
     assert "is claimed to end by stop 'x'" in checking.verify_answer(other).difference.reason
     assert checking.verify_answer(replace(cut, finish_reason="abort")).is_equal
+    assert checking.replay([replace(ended, token_ids=())])[0].difference.reason == "the answer goes on"
+
+
+@pytest.mark.slow
+def test_stop_strings_are_those_of_the_tokenizer_of_an_adapter(model, tmp_path):
+    """Ids of its tokenizer have the texts of others."""
+    train_tokenizer(tmp_path)
+    own = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = own["model"]["vocab"]
+    own["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(own))
+    asked = SamplingParams(temperature=1.0, stop=["o"], max_tokens=40, ignore_eos=True)
+    with open_model(model, **AGAIN) as llm:
+        llm.adapters["one"].tokenizer = Tokenizer.from_dir(tmp_path)
+        outputs = llm.generate([[5, 6, 7]] * 6, [replace(asked, seed=seed) for seed in range(6)], adapter="one")
+        assert "stop" in {output.outputs[0].finish_reason for output in outputs}
+        assert all(check.is_equal for check in llm.replay([llm.coordinate(output) for output in outputs]))
 
 
 def test_what_cannot_be_made_again_is_refused_by_name(model, made):

@@ -60,6 +60,17 @@ def test_a_token_that_differs_is_named(jaxinfer, answers, tmp_path, command):
     assert difference == {"position": 4, "claimed": made ^ 1, "made": made, "reason": None}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("reason", "code", "told"), [("abort", 0, "4 of 4"), ("length", 1, "the answer goes on")])
+def test_an_answer_without_a_token(jaxinfer, answers, tmp_path, reason, code, told):
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    lines[0]["coordinates"][0] |= {"token_ids": [], "finish_reason": reason}
+    path = tmp_path / "empty.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = jaxinfer("verify-answer", path)
+    assert (result.exit_code, told in result.stdout) == (code, True)
+
+
 def test_other_weights_are_refused(jaxinfer, answers, tmp_path):
     other = write_checkpoint(tmp_path / "other", seed=1)
     result = jaxinfer("replay", answers, "-m", other)

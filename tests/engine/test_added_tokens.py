@@ -67,6 +67,14 @@ def test_an_adapter_with_added_tokens_is_the_merged_model(served):
             np.testing.assert_allclose(got.raw, want.raw, atol=2e-4)
 
 
+@pytest.mark.slow
+def test_an_answer_with_an_added_token_is_made_again(served):
+    llm, _, _ = served
+    [output] = llm.generate([ADDED], EAGER, adapter="two")
+    assert 97 in output.outputs[0].token_ids
+    assert llm.replay([llm.coordinate(output)])[0].is_equal
+
+
 def test_others_have_their_bits_and_never_an_added_token(served):
     llm, params, adapters = served
     with LLM((SOFT, params), adapters={"none": adapters["none"]}, **OPTIONS) as plain:

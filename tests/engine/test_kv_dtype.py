@@ -313,7 +313,7 @@ def test_hidden_states_are_those_of_the_cache(tiny):
         output = llm.generate(prompt, wanted, taps=["final_norm"])[0]
         found = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
     with open_llm(tiny, "float32") as llm:
-        exact = llm.engine.hidden_states(list(prompt), ("final_norm",))["final_norm"]
+        exact = llm.engine.hidden_states(llm.prepare(list(prompt)), ("final_norm",))["final_norm"]
     errors = []
     for hidden in (output.taps["final_norm"][: len(prompt)], exact):
         logprobs = jax.nn.log_softmax(bind(config, params).logits(jnp.asarray(hidden)))[:-1]

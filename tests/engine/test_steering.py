@@ -5,6 +5,7 @@ engine without steered layers.
 """
 
 import asyncio
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import LLM, SamplingParams
+from jaxinfer import LLM, Coordinate, SamplingParams
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.engine import request as requests
@@ -224,9 +225,11 @@ def test_vectors_of_all_requests(model):
         check(model, llm.generate(LONG, GREEDY)[0], base)
         output = llm.generate(LONG, GREEDY, steering=own)[0]
         check(model, output, both)
-        assert llm.coordinate(llm.generate(LONG, GREEDY)[0]).token_ids
-        with pytest.raises(ValueError, match="steering of its own"):
-            llm.coordinate(output)
+        coordinate = Coordinate.from_dict(json.loads(json.dumps(llm.coordinate(output).to_dict())))
+        others = [replace(coordinate, steering=given) for given in ({}, {"0": coordinate.steering["1"]}, {"east": {}})]
+        same, none, other, damaged = llm.replay([coordinate, *others])
+        assert (same.is_equal, none.is_equal, other.is_equal) == (True, False, False)
+        assert "steering is damaged" in damaged.refused[0]
         score, fingerprint = llm.score(LONG)[0], llm.fingerprint()
     found = reference(*model, np.array(LONG), base)
     np.testing.assert_allclose(score.raw, [found[place - 1, LONG[place]] for place in range(1, len(LONG))], atol=2e-5)

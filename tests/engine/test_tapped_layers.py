@@ -5,6 +5,8 @@ position, with what the request adds and whatever else runs. Engines without tap
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import attend_without_cache
-from jaxinfer.engine.request import RequestOptions
+from jaxinfer.engine.request import Request, RequestOptions, SequenceState
+from jaxinfer.engine.results import states_of_slots
 from jaxinfer.models import bind, collect
 from tests.engine.test_steering import LONG, PROMPTS, STEERING, model_of, vectors
 from tests.pallas_kernels.quick import quick
@@ -101,6 +104,25 @@ def test_cached_prompts_are_computed_again(model):
         check(model, second[0])
         third = llm.generate(LONG, GREEDY)[0]
         assert third.num_cached_tokens > 0  # by those that ask for none
+        *_, last = llm.stream(LONG, GREEDY, tapped_layers=[1])
+        check(model, last.output, layers=[1])
+
+
+def test_states_that_no_request_wants_stay_on_the_device():
+    sequence = SequenceState(Request([3], GREEDY, 1, options=RequestOptions(tapped_layers=[1])))
+    states = {"layers.0.residual": None, "layers.1.residual": jnp.ones((2, 4, TINY.hidden_size))}
+    for decodes, wanted in (([(1, sequence)], {1: {"layers.1.residual": (2, TINY.hidden_size)}}), ([], {})):
+        flight: Any = SimpleNamespace(chunks=[], decodes=decodes, output=SimpleNamespace(states=states))
+        found = states_of_slots(flight)
+        assert {slot: {name: own.shape for name, own in each.items()} for slot, each in found.items()} == wanted
+
+
+@pytest.mark.slow
+def test_chats_give_them_too():
+    with LLM("demo", tapped_layers=[1], max_seqs=1, max_model_len=256) as llm:
+        [output] = llm.chat([{"role": "user", "content": "hi"}], replace(GREEDY, max_tokens=4), tapped_layers=[1])
+    found = output.outputs[0].hidden_states[1]
+    assert found.shape == (len(output.prompt_token_ids) + 3, llm.config.hidden_size)
 
 
 def test_an_answer_that_is_cut(model):

@@ -241,6 +241,7 @@ def test_what_does_not_fit_is_refused():
         ({"deterministic": False}, "it is not deterministic"),
         ({"kv_dtype": "int8"}, "kv_dtype='int8' is none of"),
         ({"kv_policy": "snapkv(64)"}, r"kv_policy='snapkv\(64\)'"),
+        ({"steered_layers": (1,)}, r"its passes add vectors \(steered_layers=\(1,\)\)"),
     ],
 )
 def test_engines_without_a_fixed_forward_pass_say_why(options, reason):
