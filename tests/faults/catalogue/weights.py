@@ -571,10 +571,26 @@ REPLACED_IN_PLACE = (
     Fault(
         "engine/live-the-old-weights-stay-until-the-end",
         "jaxinfer/engine/weights.py",
-        "            self._drop()\n            if old.is_shared:",
+        "            self.drop()\n            if old.is_shared:",
         "            self._old = old\n            if old.is_shared:",
         (LIVE + "test_one_more_weight_is_in_memory",),
         "an update needs room for the model twice",
+    ),
+    Fault(
+        "engine/live-kept-pages-are-written-to-the-disk",
+        "jaxinfer/engine/tiers/prefix_store.py",
+        "or sequence.slot is None or sequence.is_retained:",
+        "or sequence.slot is None:",
+        (LIVE + "test_pages_that_are_retained_are_not_on_the_disk",),
+        "after an update in the middle of a prompt others read keys of weights before, in later processes too",
+    ),
+    Fault(
+        "engine/live-a-draft-s-old-weights-stay-until-the-end",
+        "jaxinfer/engine/weights.py",
+        "        self._on_drop()\n",
+        "",
+        (LIVE + "test_one_more_weight_is_in_memory_beside_a_draft",),
+        "an update of a draft needs room for the draft twice",
     ),
     Fault(
         "engine/live-the-trainers-arrays-are-taken",
