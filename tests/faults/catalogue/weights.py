@@ -508,8 +508,8 @@ REPLACED = (
     Fault(
         "engine/a-draft-of-layers-keeps-the-weights-before",
         "jaxinfer/engine/model_runner.py",
-        "models = weights.view(lambda params: self._draft.models(config, without_adapters(params)))",
-        "models = weights.view(lambda params, first=weights.value: self._draft.models(config, first))",
+        "models = weights.view(lambda params: self._models_of_draft(config, without_adapters(params)))",
+        "models = weights.view(lambda params, first=weights.value: self._models_of_draft(config, first))",
         ("tests/engine/test_weights.py::test_a_draft_of_layers_follows",),
         "after an update a draft guesses as the weights before, and little is accepted",
     ),
