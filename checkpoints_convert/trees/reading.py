@@ -33,7 +33,9 @@ class TreeWeight:
     index: int | None
 
     def check(self, form: str) -> None:
-        """Raises ValueError, with both shapes, for an array of another shape."""
+        """Raises ValueError, with both shapes, for an array of another shape, and for one whose owner has freed it."""
+        if isinstance(self.array, jax.Array) and self.array.is_deleted():
+            raise ValueError(f"{form}'s {self.name!r} was deleted, or donated, by its owner")
         shape = tuple(np.shape(self.array))
         own = shape if self.index is None else (shape[:1] + shape[2:])
         wanted = self.rule.shape(self.config, self.layer)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxinfer.api.arguments import as_one_of, as_prompts, takes_other_names
 from jaxinfer.api.embedding import best_first
-from jaxinfer.api.live_weights import UPDATE_MODES, UpdateMode
+from jaxinfer.api.live_weights import UPDATE_MODES, UpdateMode, check_how, check_version
 from jaxinfer.api.llm import LLM
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import (
@@ -144,12 +144,12 @@ class AsyncEngine:
 
     async def update_params(self, params: Params | str | Path, *, mode: UpdateMode = "wait", **options: Any) -> str:
         """As `LLM.update_params`: requests that come meanwhile wait."""
-        as_one_of("mode", mode, UPDATE_MODES)
-        if options.get("kv") == "retain" and mode != "keep":
-            raise ValueError(f"kv='retain' is for mode='keep', got mode={mode!r}")
+        check_how(mode, options.get("kv", "recompute"))
+        check_version(options.get("version"))
 
         def update() -> str:
             if mode == "abort":
+                self.llm.check_update(draft=options.get("draft", False))  # before requests end for nothing
                 self._abort_all()
             return self.llm.update_params(params, mode="keep", **options)
 
@@ -199,8 +199,12 @@ class AsyncEngine:
     @property
     def why_not_ready(self) -> str | None:
         """The reason why requests wait, whatever their number; None where they are computed."""
-        reasons = (reason for engine in self.llm.engine.engines if (reason := engine.why_stopped) is not None)
-        return next(reasons, "answers are paused" if self._is_paused else None)
+        return self.why_stopped or ("answers are paused" if self._is_paused else None)
+
+    @property
+    def why_stopped(self) -> str | None:
+        """The reason why nothing can be computed, paused or not; None where it can."""
+        return next((why for engine in self.llm.engine.engines if (why := engine.why_stopped) is not None), None)
 
     @property
     def is_paused(self) -> bool:

@@ -19,6 +19,24 @@ from jaxinfer.progress import Stage
 
 UpdateMode = Literal["wait", "keep", "abort"]
 UPDATE_MODES = get_args(UpdateMode)
+MAX_VERSION_CHARS = 256
+
+
+def check_how(mode: UpdateMode, kv: Literal["recompute", "retain"] = "recompute") -> None:
+    """Raises ValueError, with its name, for an argument of `LLM.update_params` that is none of its values."""
+    as_one_of("mode", mode, UPDATE_MODES)
+    as_one_of("kv", kv, ("recompute", "retain"))
+    if kv == "retain" and mode != "keep":
+        raise ValueError(f"kv='retain' is for mode='keep', got mode={mode!r}")
+
+
+def check_version(version: str | None) -> None:
+    """Raises ValueError for what cannot name weights: answers, files and logs have the name."""
+    if version is None:
+        return
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS or not version.isprintable():
+        told = f"{len(version)} characters, {version!r:.60}" if isinstance(version, str) else f"{version!r:.60}"
+        raise ValueError(f"version must be a text of 1 to {MAX_VERSION_CHARS} printable characters, got {told}")
 
 
 class LiveWeights:
@@ -89,15 +107,16 @@ class LiveWeights:
 
         Raises ValueError, with the name of a weight, for a tree or files of another model, for a form that rounding to
         nearest does not give (GPTQ, AWQ), and for adapters with magnitudes or biases, which depend on the weights; then
-        nothing has changed. After an error while weights are written nothing is answered until an update has ended.
+        no weight has changed. After an error while weights are written nothing is answered until an update has ended.
         """
+        check_version(version)
         self.begin_update(mode=mode, kv=kv, draft=draft)
         try:
             self.write_update(params, partial=partial, donate=donate, draft=draft)
+            return self.finish_update(version, draft=draft)
         except BaseException:
             self._weights_of(draft).cancel()
             raise
-        return self.finish_update(version, draft=draft)
 
     def begin_update(
         self, *, mode: UpdateMode = "wait", kv: Literal["recompute", "retain"] = "recompute", draft: bool = False
@@ -105,17 +124,19 @@ class LiveWeights:
         """Begins an update of weights that come piece by piece: `write_update` takes them, as often as there are
         pieces, and `finish_update` ends it. Nothing is answered in between. One that has not ended is given up; what it
         wrote has to be written again. Arguments and errors as of `update_params`."""
-        as_one_of("mode", mode, UPDATE_MODES)
-        as_one_of("kv", kv, ("recompute", "retain"))
-        if kv == "retain" and mode != "keep":
-            raise ValueError(f"kv='retain' is for mode='keep', got mode={mode!r}")
-        if self._lockstep is not None:
-            raise ValueError("update_params is for a model on one host")
+        check_how(mode, kv)
+        self.check_update(draft=draft)
         weights = self._weights_of(draft)
         if not draft and self._fingerprints.is_used and weights.is_whole:
             self._fingerprints.keep(weights.label)
         self.client.come_to_rest(mode, retains=kv == "retain")
-        self._weights_of(draft).begin()
+        weights.begin()
+
+    def check_update(self, *, draft: bool = False) -> None:
+        """Raises as `update_params` for weights that cannot be replaced, whatever the new ones are."""
+        if self._lockstep is not None:
+            raise ValueError("update_params is for a model on one host")
+        self._weights_of(draft).check_replaceable()
 
     def _weights_of(self, draft: bool) -> ModelWeights:
         if not self._weights:
@@ -140,11 +161,14 @@ class LiveWeights:
             loaded.write_weights(params)
 
     def finish_update(self, version: str | None = None, *, draft: bool = False) -> str:
-        """Ends an update; returns the version. Raises RuntimeError, with a name, for a weight that an update before has
-        written which did not end, and this one has not."""
+        """Ends an update; returns the version, which stays where nothing was written. Raises RuntimeError, with a name,
+        for a weight that an update before has written which did not end, and this one has not, and for the version of
+        an update that has written nothing; ValueError for a version that cannot be a name."""
+        check_version(version)
         weights = self._weights_of(draft)
+        number = weights.version
         weights.finish(version)
-        if not draft:
+        if not draft and weights.version != number:
             self._fingerprints.named(weights.label)
         return weights.label
 
@@ -153,24 +177,36 @@ class LiveWeights:
 
         Args:
           weights: "keep" moves them to the host's memory, "drop" frees them, after which `update_params` has to give
-            all; None leaves them.
+            all; a draft's are kept in either case. None leaves them.
           cache: whether the cache is freed; cached prefixes are lost.
+
+        Raises RuntimeError while an update has not ended; nothing is given back then.
         """
         if weights is not None:
             as_one_of("weights", weights, ("keep", "drop"))
         if self._lockstep is not None:
             raise ValueError("sleep is for a model on one host")
         self.client.come_to_rest("keep", retains=False)
-        if weights is not None:  # first, since it may be refused
-            self.engine.weights.sleep(keeps=weights == "keep")
+        keeps = [weights == "keep", True]  # a draft's are kept
+        given = list(zip(self._weights, keeps, strict=False)) if weights is not None else []
+        for own, is_kept in given:
+            own.check_sleep(keeps=is_kept)
+        for own, is_kept in given:
+            own.sleep(keeps=is_kept)
         if cache:
             for engine in self.engine.engines:
                 engine.free_cache()
 
+    @property
+    def is_asleep(self) -> bool:
+        """True between `sleep` and `wake_up` of all that was given back."""
+        caches = (engine.runner.is_without_cache for engine in self.engine.engines)
+        return any(own.is_asleep for own in self._weights) or any(caches)
+
     def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
         """Takes the memory that `sleep` gave back. Harmless where nothing sleeps."""
-        if weights:
-            self.engine.weights.wake_up()
+        for own in self._weights if weights else ():
+            own.wake_up()
         if cache:
             for engine in self.engine.engines:
                 engine.take_cache()

@@ -214,11 +214,14 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         draft, self._draft = load_draft(
             options.draft, loaded, self.max_model_len, dtype=options.dtype, verify=options.verify
         )
+        if isinstance(options.draft, tuple) and self._draft is not None:
+            options = replace(options, draft=self._draft.name)  # options stay, and would hold its first weights
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
         engine = make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
         if self._draft is not None:
             self._weights.append(self._draft.weights)
-            self._draft_params = self._draft.runnable().view(itemgetter(0)).view(engine.replace_draft)
+            run = self._draft.runnable().view(itemgetter(0))
+            self._draft_params = run.view(engine.replace_draft, on_drop=engine.drop_draft)
             for replica in engine.engines:
                 replica.add_weights(self._draft.weights)
         return engine

@@ -391,13 +391,16 @@ class Job:
         return [make(output, answer.index).to_dict() for output in outputs for answer in output.outputs]
 
     def _weights_of(self, outputs: list["RequestOutput"]) -> dict[str, Any]:
-        """The weights that made a row's last tokens, by what they are called and by the fingerprint of the model."""
-        spans = [span for output in outputs for answer in output.outputs for span in answer.weights[-1:]]
+        """The weights that made a row's last tokens, by what they are called and by the fingerprint of the model;
+        all that made tokens of it, where there are several."""
+        spans = [span for output in outputs for answer in output.outputs for span in answer.weights]
         if not spans:
             return {}
         version, known = spans[-1].version, getattr(self._model, "fingerprint_of", None)
         fingerprint = self._identity.model_sha256 if known is None else known(version)
-        return {"weights": {"version": version, "fingerprint": fingerprint}}
+        versions = list(dict.fromkeys(span.version for span in spans))
+        more = {"versions": versions} if len(versions) > 1 else {}
+        return {"weights": {"version": version, "fingerprint": fingerprint, **more}}
 
     def _finish_vectors(
         self, pending: _Pending, vectors: "VectorJob", outputs: list["RequestOutput"], stage: Stage
@@ -410,6 +413,7 @@ class Job:
             return
         job_id = self._identity.job_id
         record = embeddings_line(row, result, vectors.num_tokens, job_id=job_id, model=self._model.name)
+        record |= self._weights_of(outputs)
         self._write(pending, record, record["response"]["body"]["usage"], stage)
 
     def _write(self, pending: _Pending, record: dict[str, Any], used: Mapping[str, int], stage: Stage) -> None:

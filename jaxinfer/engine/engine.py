@@ -90,6 +90,7 @@ class Engine:
         self._busy_since = 0.0
         # Called with each dispatch whose results were read, and the seconds that it took.
         self.on_read: Callable[[Flight, float], None] | None = None
+        self._weights_version = self.weights.version  # of the newest spans
         self._all_weights: list[ModelWeights] = []
         self.add_weights(self.weights)
 
@@ -101,6 +102,10 @@ class Engine:
     def replace_draft(self, params: Params) -> None:
         """Gives the draft other weights of its own, where it is at rest."""
         self.runner.replace_draft(params)
+
+    def drop_draft(self) -> None:
+        """Frees the weights that `replace_draft` gave, until it gives others."""
+        self.runner.drop_draft()
 
     @property
     def engines(self) -> "Sequence[Engine]":
@@ -423,8 +428,11 @@ class Engine:
         """It goes on with any weights."""
 
     def drop_prefixes(self) -> None:
-        """As `Scheduler.drop_prefixes`."""
+        """As `Scheduler.drop_prefixes`; those that run go on with the weights that there are now."""
         self.scheduler.drop_prefixes()
+        if self._weights_version == self.weights.version:  # a draft's were replaced, on which no token depends
+            return
+        self._weights_version = self.weights.version
         for sequence in self.scheduler.running:
             sequence.begin_span(self.weights.label, is_retained=True)
 

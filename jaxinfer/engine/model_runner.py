@@ -40,7 +40,7 @@ from jaxinfer.engine.tiers.host_pages import Caches, HostPages, check_host_cache
 from jaxinfer.engine.tiers.link_rates import decide_host_cache
 from jaxinfer.engine.weights import WeightsView, leaves_of
 from jaxinfer.grammar.device import empty_tables
-from jaxinfer.models import Params
+from jaxinfer.models import ModelConfig, Params
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_bytes
@@ -133,12 +133,13 @@ class ModelRunner:
         self.model, _ = program_model(config, params, mesh, spec.policy, spec.taps)
         self.device = self.weights.value[0].addressable_shards[0].device
         self._draft = draft
-        models = weights.view(lambda params: self._draft.models(config, without_adapters(params)))
+        self._replaced_names: frozenset[str] | None = frozenset()  # of the draft's weights; None where they are dropped
+        models = weights.view(lambda params: self._models_of_draft(config, without_adapters(params)))
         self._draft_models = models
         programmed = [program_model(*model, mesh)[0] for model in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
         self.drafters = spec.drafters(*programmed)
-        self._observing = spec.observer(programmed, self.draft_weights.value)
+        self._observing = spec.observer(programmed, ())  # of the weights that there are then
         check_host_cache(spec)
         spec, self.host_rule = decide_host_cache(spec, self.device)
         self.memory = self._plan_pool(spec, available)
@@ -208,9 +209,22 @@ class ModelRunner:
 
     def replace_draft(self, params: Params) -> None:
         """Gives the draft other weights of its own, like those before; tables that it was given stay."""
+        self._replaced_names = frozenset(params)
         self._draft = self._draft.with_params(lambda config, own: (config, {**own, **params}))
         if self.weights.value is not None:
             self._draft_models.remake()
+
+    def drop_draft(self) -> None:
+        """Frees the weights that `replace_draft` gave, until it gives others."""
+        names, self._replaced_names = self._replaced_names or (), None
+        self._draft = self._draft.with_params(
+            lambda config, own: (config, {name: leaf for name, leaf in own.items() if name not in names})
+        )
+        self._draft_models.drop()
+
+    def _models_of_draft(self, config: ModelConfig, params: Params) -> Any:
+        """`Draft.models` of the draft that there is; None while its weights are dropped."""
+        return None if self._replaced_names is None else self._draft.models(config, params)
 
     @property
     def max_in_flight(self) -> int:

@@ -66,6 +66,11 @@ class Replicas:
             assert engine.spec.mesh is not None
             engine.replace_draft(parallel.on_replica(params, engine.spec.mesh))
 
+    def drop_draft(self) -> None:
+        """As `Engine.drop_draft`, of every engine."""
+        for engine in self.engines:
+            engine.drop_draft()
+
     @property
     def has_begun(self) -> bool:
         """As `Engine.has_begun`, of any engine."""

@@ -101,6 +101,8 @@ class WeightForms:
         if missing is not None and not is_partial:
             raise _refused(missing, "is missing")
         for path, leaf in given.items():
+            for array in jax.tree.leaves(leaf) if is_weight(leaf) else (leaf,):
+                _check_array(path, array)
             self._check(path, leaf)
 
     def _check(self, path: Path, leaf: Any) -> None:
@@ -226,6 +228,28 @@ class WeightForms:
 
 def _forms_of(params: Params) -> dict[Path, Any]:
     return {path: jax.tree.map(ArrayPlace.of, leaf) for path, leaf in by_path(params).items()}
+
+
+def _check_array(path: Path, array: Any) -> None:
+    """Raises ValueError for what is no array of numbers, and for one whose owner has freed it."""
+    if not (hasattr(array, "shape") and hasattr(array, "dtype") and jnp.issubdtype(array.dtype, np.number)):
+        dtype = f" of {array.dtype}" if hasattr(array, "dtype") else ""
+        raise _refused(path, f"is a {type(array).__name__}{dtype}, not an array of numbers")
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise _refused(path, "was deleted, or donated, by its owner")
+
+
+def given_by_path(params: Any) -> dict[Path, Any]:
+    """As `by_path`, of what a caller gives, whatever it is."""
+
+    def leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+        if isinstance(node, Mapping):
+            for name, child in node.items():
+                yield from leaves(child, (*path, str(name)))
+        else:
+            yield path, node
+
+    return dict(leaves(params, ()))
 
 
 def by_path(params: Params) -> dict[Path, Any]:

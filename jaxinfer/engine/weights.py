@@ -1,7 +1,7 @@
 """The weights of a model: one tree, and every form of it that something reads, which are replaced together."""
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jaxinfer.engine.weight_forms import Origin, Path, WeightForms, by_path, single
+from jaxinfer.engine.weight_forms import Origin, Path, WeightForms, by_path, given_by_path, single
 from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.models.disk_layers import DISK_LAYERS
 from jaxinfer.models.host_layers import HOST_LAYERS, disk_layers, host_rows, move_layers_to_host
@@ -49,8 +49,17 @@ class WeightsView(Generic[T]):
     lives for as long as there is a reference to it, or to a view of it.
     """
 
-    def __init__(self, make: Callable[[Any], T], source: "WeightsView[Any]", remake: Callable[[Any], T] | None = None):
+    _on_drop: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        make: Callable[[Any], T],
+        source: "WeightsView[Any]",
+        remake: Callable[[Any], T] | None = None,
+        on_drop: Callable[[], None] | None = None,
+    ):
         self._make, self._source, self._make_again = make, source, remake or make
+        self._on_drop = on_drop or self._on_drop
         self.value: T = make(source.value)
         self._views: weakref.WeakSet[WeightsView[Any]] = weakref.WeakSet()
         source._views.add(self)
@@ -60,10 +69,13 @@ class WeightsView(Generic[T]):
         """The weights that it is a form of."""
         return self._source.root
 
-    def view(self, make: Callable[[T], U], remake: Callable[[T], U] | None = None) -> "WeightsView[U]":
+    def view(
+        self, make: Callable[[T], U], remake: Callable[[T], U] | None = None, on_drop: Callable[[], None] | None = None
+    ) -> "WeightsView[U]":
         """A form of this form. `make` gives trees of equal structure for equal structures; `remake` does for arrays
-        that are like those before, without checks that they are."""
-        return WeightsView(make, self, remake)
+        that are like those before, without checks that they are. `on_drop` frees what else holds arrays of the form,
+        when it is freed."""
+        return WeightsView(make, self, remake, on_drop)
 
     def remake(self) -> None:
         """Makes this form, and those of it, anew from a source that is the same: `make` reads what else has changed,
@@ -72,16 +84,17 @@ class WeightsView(Generic[T]):
         for view in list(self._views):
             view.remake()
 
-    def _drop(self) -> None:
-        """Frees this form and those of it."""
+    def drop(self) -> None:
+        """Frees this form and those of it, until they are made again."""
         self.value = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._on_drop()
         for view in list(self._views):
-            view._drop()
+            view.drop()
 
     def _make_views(self) -> None:
-        """Makes the forms of this form from what it is now."""
+        """Makes the forms of this form from what it is now; there are none of a form that was dropped otherwise."""
         for view in list(self._views):
-            view.value = view._make(self.value)
+            view.value = None if self.value is None else view._make(self.value)
             view._make_views()
 
 
@@ -101,7 +114,7 @@ class ModelWeights(WeightsView["StoredWeights"]):
         self._forms: WeightForms | None = None
         self._leaves: dict[Path, Any] | None = None  # while an update writes
         self._lender: StoredWeights | None = None
-        self._is_updating = self._is_asleep = False
+        self._is_updating = self._is_asleep = self._is_dropped = False
         self._torn: set[Path] = set()  # written, or lost, by an update that has not ended
         self._written: set[Path] = set()  # by the one that has begun
         self._views = weakref.WeakSet()
@@ -134,10 +147,14 @@ class ModelWeights(WeightsView["StoredWeights"]):
         """The reason why nothing can be computed with the weights; None where it can."""
         if self.is_whole:
             return None
-        what = "is under way" if self._is_updating else "has failed"
+        num_all = len(self.forms.forms)
+        if self._is_updating:
+            return f"an update of the weights is under way: {len(self._written)} of {num_all} were written"
+        if self._is_dropped:
+            return f"the weights {'are asleep and ' * self._is_asleep}were dropped: an update has to give all {num_all}"
         if self._is_asleep:
             return "the weights are asleep: wake_up brings them back"
-        return f"an update of the weights {what}: {len(self._torn)} of {len(self.forms.forms)} were written"
+        return f"an update of the weights has failed: {len(self._torn)} of {num_all} have to be given again"
 
     @property
     def is_whole(self) -> bool:
@@ -192,16 +209,19 @@ class ModelWeights(WeightsView["StoredWeights"]):
         """Begins an update, in place of one that has not ended. Nothing is computed until `finish`, or `cancel` of one
         that has written nothing.
 
-        Raises RuntimeError while requests are computed, ValueError for weights that cannot be replaced.
+        Raises RuntimeError while requests are computed, and as `check_replaceable`.
         """
         self._check_rest()
-        if self._is_asleep:
-            raise RuntimeError("the weights are asleep: wake_up brings them back")
+        self.check_replaceable()
+        self._is_updating, self._written = True, set()
+
+    def check_replaceable(self) -> None:
+        """Raises RuntimeError for weights that sleep, ValueError for those that cannot be replaced."""
+        if self._is_asleep and not self._is_dropped:
+            raise RuntimeError(self.why_not_whole)
         for user in self._users:
             user.check_replaced()
-        if self._leaves is None and DISK_LAYERS in self.value.params:
-            raise ValueError("layers that are read from files (offload='disk') cannot be replaced")
-        self._is_updating, self._written = True, set()
+        self._check_not_on_disk("replaced")
 
     def write(
         self,
@@ -259,16 +279,24 @@ class ModelWeights(WeightsView["StoredWeights"]):
             self._make_whole()
 
     def finish(self, label: str | None = None) -> None:
-        """Ends an update: everything is computed with the new weights. Raises RuntimeError, with a name, where this
-        update has not replaced what another one left half written; nothing is computed then."""
+        """Ends an update: everything is computed with the new weights. One that has written nothing changes nothing.
+
+        Raises RuntimeError, with a name, where this update has not replaced what another one left half written, and
+        for the `label` of an update that has written nothing; nothing is computed then.
+        """
         self._check_begun()
         if missing := next((path for path in self.forms.forms if path in self._torn - self._written), None):
             raise RuntimeError(
                 f"{'.'.join(missing)} is of an update that has not ended, and this one has not replaced it: update all "
                 "weights"
             )
-        self.version += 1
-        self.label = str(self.version) if label is None else label
+        if self._written:
+            self.version += 1
+            self.label = str(self.version) if label is None else label
+        elif label not in (None, self.label):
+            raise RuntimeError(
+                f"this update has written no weights: {label!r:.80} would name those of {self.label!r:.80}"
+            )
         self._is_updating = False
         if self._leaves is not None:
             self._make_whole()
@@ -279,38 +307,56 @@ class ModelWeights(WeightsView["StoredWeights"]):
         if not self._is_updating:
             raise RuntimeError("no update of the weights has begun")
 
+    def _check_not_on_disk(self, what: str) -> None:
+        if self._leaves is None and DISK_LAYERS in self.value.params:
+            raise ValueError(f"layers that are read from files (offload='disk') cannot be {what}")
+
     def _check_rest(self) -> None:
         if any(user.has_begun for user in self._users):
             raise RuntimeError("weights are replaced while requests are unfinished")
 
     # Sleeping.
 
+    @property
+    def is_asleep(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return self._is_asleep
+
     def sleep(self, *, keeps: bool = True) -> None:
         """Gives the device's memory back. With `keeps` the weights lie in the host's memory until `wake_up`; without,
-        nothing is left of them, and an update gives all. Sleeping twice is harmless. Raises as `begin`."""
-        if self._is_asleep or (not keeps and len(self._torn) == len(self.forms.forms)):
+        nothing is left of them, and an update gives all. Sleeping twice is harmless. Raises as `check_sleep`."""
+        self.check_sleep(keeps=keeps)
+        if keeps and self._is_asleep:
             return
-        self.check_whole()
-        self._check_rest()
-        if DISK_LAYERS in self.value.params:
-            raise ValueError("layers that are read from files (offload='disk') cannot be given back")
         leaves = self._open()
+        self._is_asleep = True
         if not keeps:
-            self._torn.update(leaves)
+            self._is_dropped = True
+            self._torn.update(self.forms.forms)
             leaves.clear()
             return
-        self._is_asleep = True
         for path in list(leaves):
             leaves[path] = jax.tree.map(np.array, leaves[path])
 
+    def check_sleep(self, *, keeps: bool = True) -> None:
+        """Raises RuntimeError while requests are computed or an update is under way, and with `keeps` where there is
+        nothing to keep; ValueError for layers that are read from files."""
+        if self._is_updating or (keeps and not self._is_asleep):
+            self.check_whole()
+        self._check_rest()
+        self._check_not_on_disk("given back")
+
     def wake_up(self) -> None:
-        """Brings weights that sleep back to their places. Harmless if none do."""
+        """Brings weights that sleep back to their places. Harmless if none do. Those that were dropped come with an
+        update, before or after it."""
         if not self._is_asleep:
+            return
+        if self._is_dropped:
+            self._is_asleep = False
             return
         leaves = self._open()
         for path, leaf in list(leaves.items()):
             leaves[path] = self.forms.placed(path, leaf)
-        self._is_asleep = False
         self._make_whole()
 
     def _make_whole(self) -> None:
@@ -320,10 +366,15 @@ class ModelWeights(WeightsView["StoredWeights"]):
             self._lender.leave_with(self.value.params)
             self._lender = None
         self._make_views()
-        self._leaves, self._is_updating, self._torn = None, False, set()
+        self._leaves, self._torn = None, set()
+        self._is_updating = self._is_asleep = self._is_dropped = False
 
     def _given(self, params: Params) -> dict[Path, Any]:
-        """The weights of a tree by path, with layers where the host's memory has them."""
+        """The weights of a tree by path, with layers where the host's memory has them. Raises TypeError for what is no
+        tree."""
+        if not isinstance(params, Mapping):
+            told = f"{type(params).__name__} {params!r:.60}"
+            raise TypeError(f"weights are a nested dict of arrays, or the path of a folder, got {told}")
         params = separate(plain(params))
         own = self.forms.forms
         if self.has_host_layers and HOST_LAYERS not in params:
@@ -331,14 +382,14 @@ class ModelWeights(WeightsView["StoredWeights"]):
                 raise ValueError("the weights of layers in the host's memory are replaced all together")
             on_host = {HOST_LAYERS: {path[1]: {} for path in own if path[0] == HOST_LAYERS}}
             params = move_layers_to_host(params, sorted(host_rows(on_host)), jax.default_backend())
-        return by_path(params)
+        return given_by_path(params)
 
     def _open(self) -> dict[Path, Any]:
         """The weights by path, to be replaced; all forms of them are freed."""
         if self._leaves is None:
             _ = self.forms
             old, self._leaves = self.value, by_path(self.value.params)
-            self._drop()
+            self.drop()
             if old.is_shared:
                 self._lender = old  # until it is known whether the new tree has arrays of it
             else:
@@ -352,7 +403,7 @@ class ModelWeights(WeightsView["StoredWeights"]):
         if self.value is not None:
             self.value.release()
         self._leaves = None
-        self._drop()
+        self.drop()
 
 
 def as_weights(params: Params | WeightsView[Params]) -> WeightsView[Params]:

@@ -31,7 +31,7 @@ from jaxinfer.server.render import render_chat, render_completions
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
-from jaxinfer.server.weight_routes import WEIGHT_ROUTES
+from jaxinfer.server.weight_routes import WEIGHT_ROUTES, other_method
 
 
 def make_app(
@@ -62,6 +62,8 @@ def make_app(
 
     entries.append(RouteEntry("GET", "/openapi.json", schema))
     routes = [Route(entry.path, _Application(entry.run, service), methods=[entry.method]) for entry in entries]
+    if options.weight_routes and for_admins:
+        routes += [Route(entry.path, _Application(other_method, service)) for entry in WEIGHT_ROUTES]
     router = Router(routes, redirect_slashes=False, default=_not_found)
     return Guard(router, service, keys, [entry.path for entry in entries], admin_keys)
 

@@ -5,13 +5,14 @@ An update is begun, written and ended by requests of their own; nothing is answe
 leaves the model so, until another update gives all that was written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.api.live_weights import UPDATE_MODES
+from jaxinfer.api.live_weights import UPDATE_MODES, check_version
 from jaxinfer.openai import answers
 from jaxinfer.server import types
 from jaxinfer.server.adapter_routes import server_info
@@ -20,7 +21,7 @@ from jaxinfer.server.http import json_response, read_body, record_of
 from jaxinfer.server.openapi import Endpoint, RouteEntry
 from jaxinfer.server.service import Service
 
-_BACKENDS = ("path", "process")
+_FIELDS = {"path": ("path",), "process": ("name", "partial")}  # of `update_info`, by backend
 
 
 def _hidden(run: Callable[..., Any]) -> Endpoint:
@@ -40,12 +41,37 @@ def _conflict(error: Exception) -> APIError:
     return APIError(409, str(error), code="weights_conflict")
 
 
+def _query(request: Request, **values: tuple[str, ...]) -> dict[str, str]:
+    """The query's parameters by name, of several the last. Raises APIError for other names and other values."""
+    for name, value in request.query_params.multi_items():
+        if name not in values:
+            known = ", ".join(values) or "none"
+            raise refused(name[:60], f"unknown parameter {name!r:.60}; the parameters are {known}")
+        if value not in values[name]:
+            raise refused(name, f"{name}={value!r:.60} is none of {', '.join(values[name])}")
+    return dict(request.query_params)
+
+
+_BOOLEANS = ("true", "false", "True", "False", "1", "0")
+
+
+def _is_true(value: str) -> bool:
+    return value in ("true", "True", "1")
+
+
 @_hidden
 async def pause(request: Request, service: Service) -> Response:
-    """Answers nothing until /resume. `mode`: of the requests that there are, abort (the default), wait or keep."""
-    mode: Any = request.query_params.get("mode", "abort")
-    if mode not in UPDATE_MODES:
-        raise refused("mode", f"mode={mode!r:.60} is none of {', '.join(UPDATE_MODES)}")
+    """Answers nothing until /resume. `mode`: of the requests that there are, abort (the default), wait or keep.
+    `wait_for_inflight_requests` is vLLM's older form of wait. `clear_cache` changes nothing: what is cached is found
+    only by the weights that made it."""
+    names = {"wait_for_inflight_requests": _BOOLEANS, "clear_cache": _BOOLEANS}
+    query = _query(request, mode=UPDATE_MODES, **names)
+    waits = _is_true(query.get("wait_for_inflight_requests", "false"))
+    mode: Any = query.get("mode", "wait" if waits else "abort")
+    if waits and mode != "wait":
+        raise refused(
+            "mode", f"mode={mode!r} and wait_for_inflight_requests, which is mode='wait', contradict each other"
+        )
     try:
         await service.default.engine.pause(mode)
     except RuntimeError as error:
@@ -55,10 +81,11 @@ async def pause(request: Request, service: Service) -> Response:
 
 @_hidden
 async def resume(request: Request, service: Service) -> Response:
-    """Goes on with the answers, unless an update of the weights has not ended."""
+    """Goes on with the answers, unless an update of the weights has not ended, or something sleeps; `is_paused` says
+    so."""
     engine = service.default.engine
     engine.resume()
-    return json_response(answers.Paused(is_paused=False))
+    return json_response(answers.Paused(is_paused=engine.why_stopped is not None))
 
 
 @_hidden
@@ -69,9 +96,12 @@ async def is_paused(request: Request, service: Service) -> Response:
 
 @_hidden
 async def world_size(request: Request, service: Service) -> Response:
-    """How many devices run the model."""
-    mesh = service.default.llm.mesh
-    return json_response(answers.WorldSize(world_size=1 if mesh is None else mesh.size))
+    """How many devices run the model; those of one replica with `include_dp=false`."""
+    llm = service.default.llm
+    size = 1 if llm.mesh is None else llm.mesh.size
+    if not _is_true(_query(request, include_dp=_BOOLEANS).get("include_dp", "true")):
+        size //= len(llm.engine.engines)
+    return json_response(answers.WorldSize(world_size=size))
 
 
 @_hidden
@@ -79,14 +109,19 @@ async def init_transfer(request: Request, service: Service) -> Response:
     """Checks how weights will come. `backend`: "path", from a folder below --weights-root, or "process", from a trainer
     in this process."""
     body = await read_body(request, types.InitTransferRequest, service)
-    _backend("init_info", body.init_info)
+    _backend("init_info", body.init_info, dict.fromkeys(_FIELDS, ()))
     return json_response(answers.Status(status="ready"))
 
 
-def _backend(param: str, info: dict[str, Any]) -> str:
+def _backend(param: str, info: dict[str, Any], fields: Mapping[str, tuple[str, ...]]) -> str:
+    """The backend that is named, `fields` being those of each. Raises APIError for others, as those of NCCL."""
     backend = info.get("backend", "path")
-    if backend not in _BACKENDS:
-        raise refused(param, f"{param}.backend={backend!r:.60} is none of {', '.join(_BACKENDS)}")
+    if not isinstance(backend, str) or backend not in fields:
+        raise refused(param, f"{param}.backend={backend!r:.60} is none of {', '.join(fields)}")
+    known = ("backend", *fields[backend])
+    if (unknown := next((name for name in info if name not in known), None)) is not None:
+        told = f"{param}.{unknown:.60} is not for backend={backend!r}, which has {', '.join(known)}"
+        raise refused(f"{param}.{unknown:.60}", f"{told}; the backends are {', '.join(fields)}")
     return backend
 
 
@@ -109,11 +144,13 @@ async def update_weights(request: Request, service: Service) -> Response:
     body = await read_body(request, types.UpdateWeightsRequest, service)
     info, model = body.update_info, service.default
     source: Any
-    if _backend("update_info", info) == "process":
-        name = info.get("name")
+    if _backend("update_info", info, _FIELDS) == "process":
+        name, is_partial = info.get("name"), info.get("partial", False)
         if not isinstance(name, str) or (source := service.trees.get(name)) is None:
             raise refused("update_info.name", f"update_info.name={name!r:.80} is no tree of this process")
-        options = {"partial": bool(info.get("partial", False))}
+        if not isinstance(is_partial, bool):
+            raise refused("update_info.partial", f"update_info.partial must be true or false, got {is_partial!r:.60}")
+        options = {"partial": is_partial}
     else:
         path = info.get("path")
         if not isinstance(path, str):
@@ -123,9 +160,9 @@ async def update_weights(request: Request, service: Service) -> Response:
         await model.engine.write_update(source, **options)
     except RuntimeError as error:
         raise _conflict(error) from error
-    except (ValueError, OSError) as error:
-        told = model.source.without_paths(str(error).replace(str(source), str(info.get("path"))))
-        raise refused("update_info", told) from error
+    except (TypeError, ValueError, OSError) as error:
+        told = str(error).replace(str(source), info["path"]) if isinstance(source, Path) else str(error)
+        raise refused("update_info", model.source.without_paths(told)) from error
     return json_response(answers.Status(status="written"))
 
 
@@ -133,6 +170,10 @@ async def update_weights(request: Request, service: Service) -> Response:
 async def finish_update(request: Request, service: Service) -> Response:
     """Ends an update: answers are computed with the new weights, which `weight_version` names."""
     body = await read_body(request, types.FinishUpdateRequest, service)
+    try:
+        check_version(body.weight_version)
+    except ValueError as error:
+        raise refused("weight_version", str(error)) from error
     try:
         label = await service.default.engine.finish_update(body.weight_version)
     except (RuntimeError, ValueError) as error:
@@ -152,31 +193,37 @@ async def weight_info(request: Request, service: Service) -> Response:
 async def sleep(request: Request, service: Service) -> Response:
     """Gives memory of the device back until /wake_up. `level`: 1 keeps the weights in the host's memory, 2 drops
     them."""
-    level = request.query_params.get("level", "1")
-    if level not in ("1", "2"):
-        raise refused("level", f"level={level!r:.60} is neither 1 nor 2")
+    level = _query(request, level=("1", "2")).get("level", "1")
     try:
         await service.default.engine.sleep(weights="keep" if level == "1" else "drop")
     except (RuntimeError, ValueError) as error:
         raise _conflict(error) from error
-    return json_response(answers.Sleeping(is_sleeping=True))
+    return _sleeping(service)
 
 
 @_hidden
 async def wake_up(request: Request, service: Service) -> Response:
     """Takes the memory again. `tags`: weights or kv_cache, for one of them."""
+    _query(request, tags=("weights", "kv_cache"))
     tags = request.query_params.getlist("tags")
-    if unknown := next((tag for tag in tags if tag not in ("weights", "kv_cache")), None):
-        raise refused("tags", f"tags={unknown!r:.60} is neither weights nor kv_cache")
     await service.default.engine.wake_up(weights=not tags or "weights" in tags, cache=not tags or "kv_cache" in tags)
-    return json_response(answers.Sleeping(is_sleeping=service.default.engine.why_not_ready is not None))
+    return _sleeping(service)
+
+
+def _sleeping(service: Service) -> Response:
+    return json_response(answers.Sleeping(is_sleeping=service.default.llm.is_asleep))
 
 
 @_hidden
 async def is_sleeping(request: Request, service: Service) -> Response:
     """True between /sleep and /wake_up."""
-    why = service.default.engine.why_not_ready
-    return json_response(answers.Sleeping(is_sleeping=why is not None and "asleep" in why))
+    return _sleeping(service)
+
+
+@_hidden
+async def other_method(request: Request, service: Service) -> Response:
+    """A route's other methods, which are as hidden as the route."""
+    raise APIError(405, "this route does not take this method")
 
 
 _CHANGES = {"is_admin": True, "errors": (400, 409, 503)}

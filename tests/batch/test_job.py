@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jaxinfer.batch import BatchError, BatchWriteError, open_job
+from jaxinfer.batch.job import Job
+from jaxinfer.engine.request import WeightsSpan
 from jaxinfer.sampling.params import SamplingParams
 
 
@@ -255,3 +258,15 @@ def test_without_room_for_sorting_the_answers_stay(path_in, run, outcome, tmp_pa
     assert len(outcome(tmp_path)) == 24
     monkeypatch.undo()
     assert run(path_in, sort=True).resumed == 24
+
+
+def test_a_row_names_all_weights_that_made_its_tokens():
+    def named(*answers):
+        outputs = [SimpleNamespace(outputs=[SimpleNamespace(weights=spans) for spans in answers])]
+        job = SimpleNamespace(_model=SimpleNamespace(fingerprint_of={"1": "a", "2": "b"}.get), _identity=None)
+        return Job._weights_of(job, outputs)
+
+    first, second = WeightsSpan("1"), WeightsSpan("2", 3)
+    assert named([first], [first]) == {"weights": {"version": "1", "fingerprint": "a"}}
+    assert named([first, second]) == {"weights": {"version": "2", "fingerprint": "b", "versions": ["1", "2"]}}
+    assert named([]) == {}

@@ -15,6 +15,7 @@ from jaxinfer.engine.weights import WeightsError
 from jaxinfer.models import init_params
 from jaxinfer.quantization import quantize_params
 from tests.engine.test_weights import PROMPTS, RUN, params_of
+from tests.engine.tiers.test_host_tier import GIB
 from tests.tiny import TINY
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -93,6 +94,23 @@ def test_pages_that_are_retained_are_not_found(llm):
     assert run(llm, params=replace(GREEDY, logprobs=1)).logprobs == output.outputs[0].logprobs
 
 
+@pytest.mark.slow
+def test_pages_that_are_retained_are_not_on_the_disk(tmp_path):
+    """An update in the middle of a prompt, whose first pages are of the weights before."""
+    options = {**RUN, "prefill_chunk": 8, "host_cache_gib": GIB, "prefix_store": str(tmp_path / "pages")}
+    with LLM((TINY, params_of(0)), **options) as llm:
+        (answer,) = llm.submit(llm.prepare(PROMPTS[0], GREEDY))
+        while not answer.num_confirmed:
+            llm.step(1)
+        assert answer.num_confirmed < answer.num_prompt - 8
+        llm.update_params(params_of(1), mode="keep", kv="retain")
+        while not answer.is_finished:
+            llm.step()
+    with LLM((TINY, params_of(1)), **options) as llm:
+        run(llm)
+        assert llm.engine.scheduler.counters.disk_read_tokens == 0
+
+
 def test_one_more_weight_is_in_memory():
     """Besides the weights, the largest one. The caller's tree is in NumPy arrays, which are no memory of the device."""
     new = jax.tree.map(np.asarray, params_of(1))
@@ -107,6 +125,41 @@ def test_one_more_weight_is_in_memory():
         largest = max(leaf.nbytes for leaf in jax.tree.leaves(new))
         assert max(most) <= before + largest
         assert live_bytes() <= before + 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["model", "draft"])
+def test_one_more_weight_is_in_memory_beside_a_draft(which):
+    """A draft model of the same size, given as arrays, which nothing holds but the weights."""
+    new = jax.tree.map(np.asarray, params_of(1))
+    with LLM((TINY, params_of(0)), **RUN, draft=(TINY, params_of(2)), num_draft_tokens=2) as llm:
+        run(llm)
+        before, most, own = live_bytes(), [], which == "draft"
+        weights = llm._weights[own]
+        weights.begin()
+        weights.write(new, report=lambda name: most.append(live_bytes()))
+        weights.finish()
+        assert max(most) <= before + max(leaf.nbytes for leaf in jax.tree.leaves(new))
+        assert live_bytes() <= before + 1024
+        assert len(run(llm).token_ids) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
+def test_a_model_and_its_draft_are_updated_together(first):
+    """Whichever ends first."""
+    with LLM((TINY, params_of(1)), **RUN) as fresh:
+        expected = run(fresh).token_ids
+    with LLM((TINY, params_of(0)), **RUN, draft=(TINY, params_of(2)), num_draft_tokens=2) as llm:
+        for own in (False, True):
+            llm.begin_update(draft=own)
+            llm.write_update(params_of(1), draft=own)
+        for own in (first, not first):
+            assert "under way" in llm.engine.why_stopped
+            llm.finish_update(draft=own)
+        assert run(llm).token_ids == expected
+        stats = llm.speculation_stats()
+        assert stats.accepted == stats.proposed > 0  # it drafts as the model does
 
 
 def test_a_copy_stays_when_the_trainer_gives_its_arrays_away(llm):
@@ -222,6 +275,20 @@ def test_a_draft_learns_while_it_drafts():
 
 
 @pytest.mark.slow
+def test_what_a_draft_drafted_before_its_update_is_no_token_of_other_weights():
+    with LLM((TINY, params_of(1)), **RUN, draft=(TINY, params_of(2)), num_draft_tokens=2) as llm:
+        expected = run(llm).token_ids
+        (answer,) = llm.submit(llm.prepare(PROMPTS[0], GREEDY))
+        while not answer.num_output:
+            llm.step(1)
+        llm.update_params(params_of(3), draft=True, mode="keep", kv="retain")
+        while not answer.is_finished:
+            llm.step()
+        assert answer.output == expected
+        assert answer.weights == [WeightsSpan("0")]
+
+
+@pytest.mark.slow
 def test_bad_arguments_change_nothing(llm):
     llm.update_params(params_of(1))
     expected = run(llm).token_ids
@@ -232,6 +299,97 @@ def test_bad_arguments_change_nothing(llm):
     ]:
         with pytest.raises(ValueError, match=message):
             llm.update_params(params_of(2), **how)
+    assert run(llm).token_ids == expected
+
+
+NOT_ARRAYS = {
+    "a list": ([[1.0]], "lm_head is a list, not an array"),
+    "a number": (3.0, "lm_head is a float, not an array"),
+    "nothing": (None, "lm_head is a NoneType, not an array"),
+    "texts": (np.full((2, 2), "x"), "lm_head is a ndarray of <U1, not an array of numbers"),
+}
+
+
+@pytest.mark.slow
+def test_what_is_no_array_is_refused_by_name(llm):
+    """And an array that its owner has freed, which could not be read later either."""
+    llm.update_params(params_of(1))
+    expected, freed = run(llm).token_ids, params_of(2)
+    freed["lm_head"].delete()
+    trees = [({**params_of(2), "lm_head": leaf}, told) for leaf, told in NOT_ARRAYS.values()]
+    for tree, told in [*trees, (freed, "lm_head was deleted"), (None, "nested dict of arrays"), ([], "nested dict")]:
+        with pytest.raises((ValueError, TypeError), match=told):
+            llm.update_params(tree)
+    assert run(llm).token_ids == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["", "a\nb", "\ud800", "x" * 257, 5])
+def test_a_version_is_a_name(llm, version):
+    llm.update_params(params_of(1), version="one")
+    with pytest.raises(ValueError, match="version must be a text of 1 to 256 printable characters"):
+        llm.update_params(params_of(2), version=version)
+    assert run(llm).weights == (WeightsSpan("one"),)
+
+
+@pytest.mark.slow
+def test_an_update_that_has_written_nothing_names_nothing(llm):
+    llm.update_params(params_of(1), version="one")
+    llm.begin_update()
+    with pytest.raises(RuntimeError, match="has written no weights: 'two' would name those of 'one'"):
+        llm.finish_update("two")
+    assert llm.finish_update() == "one"
+    assert run(llm).weights == (WeightsSpan("one"),)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_replaced_ends_no_request(llm):
+    llm.update_params(params_of(1))
+    (answer,) = llm.submit(llm.prepare(PROMPTS[0], GREEDY))
+    llm.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        llm.update_params(params_of(2), mode="abort")
+    llm.wake_up()
+    while not answer.is_finished:
+        llm.step()
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_a_draft_sleeps_too():
+    with LLM((TINY, params_of(0)), **RUN, draft=(TINY, params_of(2)), num_draft_tokens=2) as llm:
+        expected, before = run(llm).token_ids, live_bytes()
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))
+        llm.sleep(cache=False)
+        assert before - live_bytes() > 4 * size  # of two models, as they were given and as a CPU runs them
+        llm.wake_up()
+        assert run(llm).token_ids == expected
+        assert llm.speculation_stats().proposed > 0
+        llm.sleep(weights="drop")
+        llm.wake_up()
+        llm.update_params(params_of(0))
+        assert run(llm).token_ids == expected
+
+
+@pytest.mark.slow
+def test_weights_that_sleep_are_dropped(llm):
+    """And while they are written they neither sleep nor go."""
+    llm.update_params(params_of(1))
+    expected = run(llm).token_ids
+    llm.sleep()
+    llm.sleep(weights="drop")
+    assert llm.is_asleep
+    assert "asleep and were dropped" in llm.engine.why_stopped
+    llm.wake_up()
+    assert not llm.is_asleep
+    with pytest.raises(WeightsError, match="were dropped: an update has to give all 21"):
+        run(llm)
+    llm.begin_update()
+    llm.write_update(params_of(1))
+    for how in ("keep", "drop"):
+        with pytest.raises(WeightsError, match="under way: 21 of 21"):
+            llm.sleep(weights=how)
+    llm.finish_update()
     assert run(llm).token_ids == expected
 
 

@@ -71,6 +71,16 @@ def test_rows_of_every_endpoint_are_answered_as_requests_are(run, make_service):
 
 
 @pytest.mark.slow
+def test_rows_of_every_endpoint_name_their_weights(engine, tmp_path):
+    lines = [json.dumps({"custom_id": url, "url": url, "body": body}) for url, body in ROWS.items()]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    engine.llm.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    named = {"version": engine.llm.weights_version, "fingerprint": engine.llm.fingerprint()}
+    assert [record["weights"] for record in records] == [named] * len(ROWS)
+
+
+@pytest.mark.slow
 def test_tools_that_only_openai_has_are_ignored_with_a_warning_as_by_the_server(run, make_service, caplog):
     body = ROWS["/v1/responses"] | {"tools": [{"type": "web_search"}]}
     _, answers = run({name: ("/v1/responses", one) for name, one in {"a": ROWS["/v1/responses"], "b": body}.items()})

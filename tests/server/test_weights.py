@@ -84,6 +84,10 @@ def test_nobody_else_sees_the_routes(clients):
                 assert (await client.get(path)).status == 404, path
         assert (await admin.get("/is_paused")).json == {"is_paused": False}
         assert (await admin.get("/get_world_size")).json == {"world_size": 1}
+        # Nor by other methods.
+        for path in POSTS:
+            assert (await user.get(path)).status == 404, path
+            assert (await admin.get(path)).status == 405, path
         described = (await other.get("/openapi.json")).json["paths"]
         assert not {*POSTS, *GETS} & {*described}
 
@@ -159,7 +163,17 @@ def test_a_client_that_dies_leaves_a_model_that_waits(clients):
         ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, 400, "none of path, process"),
         (START, {"is_checkpoint_format": False}, 400, "is_checkpoint_format"),
         ("/pause?mode=soon", {}, 400, "none of wait, keep, abort"),
-        ("/sleep?level=3", {}, 400, "neither 1 nor 2"),
+        ("/sleep?level=3", {}, 400, "none of 1, 2"),
+        ("/pause?mode=keep&wait_for_inflight_requests=true", {}, 400, "contradict each other"),
+        ("/wake_up?tag=weights", {}, 400, "unknown parameter 'tag'"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"master_address": "10.0.0.1"}},
+            400,
+            "init_info.master_address",
+        ),
+        (UPDATE, {"update_info": {"path": "1", "partial": True}}, 400, "update_info.partial is not for backend='path'"),
+        (FINISH, {"weight_version": ""}, 400, "1 to 256 printable characters"),
     ],
 )
 def test_what_cannot_be_done_is_refused(clients, path, body, status, told):
@@ -179,6 +193,8 @@ def test_only_folders_below_the_root_are_read(clients, root):
             assert answer.status == 400, info
             assert "is no folder below --weights-root" in answer.body.decode()
         assert (await admin.post(UPDATE, {"update_info": {"backend": "process", "name": "policy"}})).status == 400
+        # Weights that did not come get no name.
+        assert (await admin.post(FINISH, {"weight_version": "outside"})).status == 409
         assert (await admin.post(FINISH, {})).status == 200
 
     asyncio.run(check())
@@ -196,6 +212,16 @@ def test_memory_is_given_back(clients):
         assert (await admin.post("/wake_up?tags=weights", {})).json == {"is_sleeping": True}
         assert (await admin.post("/wake_up", {})).json == {"is_sleeping": False}
         assert await ask(user) == expected
+        # Without the weights, and paused, which is another thing.
+        await admin.post("/pause?wait_for_inflight_requests=true&clear_cache=true", {})
+        assert (await admin.post("/sleep?level=2", {})).json == {"is_sleeping": True}
+        assert (await admin.get("/is_sleeping")).json == {"is_sleeping": True}
+        assert "were dropped" in (await user.get("/ready")).body.decode()
+        assert (await admin.post("/wake_up", {})).json == {"is_sleeping": False}
+        assert (await admin.post("/resume", {})).json == {"is_paused": True}
+        await update(admin, 2)
+        assert (await admin.get("/is_paused")).json == {"is_paused": False}
+        assert (await ask(user))[0] == expected[0]
 
     asyncio.run(check())
 

@@ -68,8 +68,9 @@ class PrefixStore:
         self.files.touch(names[: start + len(hosts)])
 
     def save(self, sequence: SequenceState) -> None:
-        """Begins to copy the pages of a prompt that was just computed, as far as they are not on the disk."""
-        if not self._scheduler.can_reuse(sequence) or sequence.slot is None:
+        """Begins to copy the pages of a prompt that was just computed, as far as they are not on the disk. Pages of
+        weights before are not found by the weights that are there, and are left out."""
+        if not self._scheduler.can_reuse(sequence) or sequence.slot is None or sequence.is_retained:
             return
         keys = sequence.keys(self._page_size, min(sequence.num_prompt, sequence.num_confirmed))
         names = chain(self.fingerprint.value, sequence.salt, keys)

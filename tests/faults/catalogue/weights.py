@@ -508,8 +508,8 @@ REPLACED = (
     Fault(
         "engine/a-draft-of-layers-keeps-the-weights-before",
         "jaxinfer/engine/model_runner.py",
-        "models = weights.view(lambda params: self._draft.models(config, without_adapters(params)))",
-        "models = weights.view(lambda params, first=weights.value: self._draft.models(config, first))",
+        "models = weights.view(lambda params: self._models_of_draft(config, without_adapters(params)))",
+        "models = weights.view(lambda params, first=weights.value: self._models_of_draft(config, first))",
         ("tests/engine/test_weights.py::test_a_draft_of_layers_follows",),
         "after an update a draft guesses as the weights before, and little is accepted",
     ),
@@ -571,10 +571,26 @@ REPLACED_IN_PLACE = (
     Fault(
         "engine/live-the-old-weights-stay-until-the-end",
         "jaxinfer/engine/weights.py",
-        "            self._drop()\n            if old.is_shared:",
+        "            self.drop()\n            if old.is_shared:",
         "            self._old = old\n            if old.is_shared:",
         (LIVE + "test_one_more_weight_is_in_memory",),
         "an update needs room for the model twice",
+    ),
+    Fault(
+        "engine/live-kept-pages-are-written-to-the-disk",
+        "jaxinfer/engine/tiers/prefix_store.py",
+        "or sequence.slot is None or sequence.is_retained:",
+        "or sequence.slot is None:",
+        (LIVE + "test_pages_that_are_retained_are_not_on_the_disk",),
+        "after an update in the middle of a prompt others read keys of weights before, in later processes too",
+    ),
+    Fault(
+        "engine/live-a-draft-s-old-weights-stay-until-the-end",
+        "jaxinfer/engine/weights.py",
+        "        self._on_drop()\n",
+        "",
+        (LIVE + "test_one_more_weight_is_in_memory_beside_a_draft",),
+        "an update of a draft needs room for the draft twice",
     ),
     Fault(
         "engine/live-the-trainers-arrays-are-taken",
