@@ -92,6 +92,7 @@ def test_copies_are_plain(llm, own):
     jax.tree.map(np.testing.assert_array_equal, own, deep)
 
 
+@pytest.mark.slow
 def test_a_changed_copy_makes_a_new_llm(llm):
     prompt, greedy = [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8)
     before = llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].token_ids

@@ -51,19 +51,18 @@ def is_idle(engine):
 def test_many_clients_get_the_tokens_they_would_get_alone(model):
     prompts = [[i + 1, i + 2, 7] * (1 + i % 9) for i in range(12)]
     params = [SamplingParams(max_tokens=5 + i % 11, temperature=i % 2, seed=i, n=1 + (i % 4 == 3)) for i in range(12)]
-    with LLM(model, **OPTIONS) as llm:
-        alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
 
     async def run():
         async with AsyncEngine(model, **OPTIONS) as engine:
-            calls = [collect(engine, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-            found = await asyncio.gather(*calls)
+            pairs = list(zip(prompts, params, strict=True))
+            alone = [await collect(engine, *pair) for pair in pairs]
+            found = await asyncio.gather(*(collect(engine, *pair) for pair in pairs))
             await until(lambda: is_idle(engine))
-            return found
+            return alone, found
 
-    for expected, (tokens, last) in zip(alone, asyncio.run(run()), strict=True):
-        assert [tokens[one.index] for one in expected.outputs] == [one.token_ids for one in expected.outputs]
-        assert [one.token_ids for one in last.output.outputs] == [one.token_ids for one in expected.outputs]
+    for (expected, _), (tokens, last) in zip(*asyncio.run(run()), strict=True):
+        assert tokens == expected
+        assert tokens == {one.index: one.token_ids for one in last.output.outputs}
 
 
 def test_a_reader_who_leaves_frees_what_it_held(model):

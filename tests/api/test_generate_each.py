@@ -46,6 +46,7 @@ def test_short_answers_do_not_wait_for_long_ones(llm):
     assert [key for key, _ in llm.generate_each(stream)] == ["short", "long"]
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_told_under_its_key_and_the_others_go_on(llm):
     stream = [
         ("a", [1], SamplingParams(max_tokens=3)),

@@ -46,6 +46,7 @@ def test_a_mesh_has_the_fingerprint_of_one_device(params, quantize):
     assert fingerprint((CONFIG, params), mesh="data=2", **options) == expected
 
 
+@pytest.mark.slow
 def test_so_has_a_model_that_was_loaded_onto_one():
     assert fingerprint("demo-draft", mesh="model=2") == fingerprint("demo-draft")
 

@@ -97,6 +97,7 @@ def test_another_calibration_begins_anew_after_an_interrupted_search(model, toke
     assert not list((tmp_path / "work").glob("layers.*"))
 
 
+@pytest.mark.slow
 def test_a_kept_part_is_left_alone(model, held_out):
     keep = (Keep("layers.0.mlp", 8),)
     found = quantize_within(model, replace(OPTIONS, keep=keep), 1.0, None, held_out)

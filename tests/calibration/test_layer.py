@@ -113,6 +113,7 @@ def test_what_is_kept_has_its_bits(layer, method):
     np.testing.assert_allclose(program.forward(all_kept, x), program.forward(params, x), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gptq_sees_what_the_quantized_layers_before_make(layer):
     """With `o_proj` alone quantized its inputs are exact; after coarse q, k and v they are not."""
     program, params, chunks = layer
@@ -205,6 +206,7 @@ def test_folding_changes_nothing_in_other_blocks_and_norms(name, config, tokens,
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4 * float(np.abs(before).max()))
 
 
+@pytest.mark.slow
 def test_layers_that_no_fold_has_are_quantized_too(config, tokens):
     other = replace(config, block="post_norm", is_mlp_gated=False)
     params = random_params(other)

@@ -341,6 +341,7 @@ def test_what_a_weight_will_be_is_known_before(models, tokens, name, change):
         assert kinds[0] == kinds[1]
 
 
+@pytest.mark.slow
 def test_bits_are_chosen_for_experts_too(models, held_out):
     model, options = models["deepseek"], replace(OPTIONS, method="rtn", bits=2)
     lowest = quantize_model(model, options, None, held_out).quality.kl
@@ -354,6 +355,7 @@ def test_bits_are_chosen_for_experts_too(models, held_out):
     assert found.sensitivity.num_bytes["layers.0.mlp"][2] > 3 * 4 * 32 * 32 // 2  # all experts
 
 
+@pytest.mark.slow
 def test_rounded_to_nearest_are_experts_and_all_that_plain_quantization_rounds(models, held_out):
     model = models["deepseek"]
     original = model.layer(0)

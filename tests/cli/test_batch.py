@@ -96,6 +96,7 @@ def test_rows_without_a_seed_are_sampled_as_generate_samples_them(batch, tmp_pat
             assert found[f"row-{number}"]["outputs"][0]["token_ids"] == output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_options_are_for_what_rows_do_not_say(batch, tmp_path):
     assert batch([{"prompt": "x", "max_tokens": 3}, {"prompt": "x"}], "--max-tokens", 5, "--ignore-eos").exit_code == 0
     found = answers(tmp_path / "out.jsonl")

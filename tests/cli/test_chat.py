@@ -33,6 +33,7 @@ def test_each_line_of_a_pipe_is_a_turn_with_what_came_before(jaxinfer, json_line
     assert turns[1]["num_messages"] == 4
 
 
+@pytest.mark.slow
 def test_piped_text_has_answers_only_on_standard_output(jaxinfer, json_lines, model):
     options = ["-m", model, "--temperature", "0", "--max-tokens", "4"]
     text = jaxinfer("chat", *options, input="hi\n/set temperature 0\n")

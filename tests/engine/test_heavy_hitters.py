@@ -81,6 +81,7 @@ def test_alone_is_what_dense_attention_gives(model, expected):
     assert len({str(one) for one in expected}) == NUM_PROMPTS
 
 
+@pytest.mark.slow
 def test_an_eviction_a_position_early_is_noticed(model, expected):
     longest = NUM_PROMPTS - 1
     assert dense_choices(model, longest, expected[longest][0], early=1) != expected[longest][0]

@@ -43,7 +43,7 @@ def model_of(config, seed=0):
     return config, jax.tree.unflatten(tree, [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in pairs])
 
 
-@pytest.fixture(scope="module", params=quick(ALL, "delta"))
+@pytest.fixture(scope="module", params=quick(ALL, "mamba"))
 def model(request):
     return model_of(replace(ALL[request.param], vocab_size=97))
 

@@ -223,6 +223,7 @@ def test_rejected_drafts_leave_nothing_behind():
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_bounds_of_former_owners_are_noticed(monkeypatch):
     """The inverse test: were they widened and not computed anew, other pages would be chosen."""
     wanted, _ = answered(best_of(3), "float32", 3)
@@ -239,6 +240,7 @@ def test_bounds_of_former_owners_are_noticed(monkeypatch):
     assert np.abs(found - wanted).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_choice_before_the_append_is_noticed(monkeypatch):
     """The inverse test: rows of a pass would not find the pages that it fills."""
     wanted, _ = answered(best_of(3), "float32", 12)

@@ -91,6 +91,7 @@ def test_weights_are_rounded_once(tmp_path):
     np.testing.assert_array_equal(written.T, wanted.astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["native", "huggingface"])
 def test_a_quantized_base_becomes_dense(to, tmp_path):
     base = tiny("gptq-act-order")

@@ -59,6 +59,7 @@ def test_all_panels_have_titles_units_and_legends(tmp_path, drawn):
     assert ideal.get_ydata().tolist() == [50.0, 50.0]
 
 
+@pytest.mark.slow
 def test_panels_and_lines_without_values_are_left_out(tmp_path, drawn):
     """An infinite rate has no place on an axis, and a run of one sample no line, but a point."""
     short = {"seconds": [0.0], "rss_bytes": [2**30], "device_bytes": None}

@@ -90,6 +90,7 @@ def test_a_limit_of_concurrency_is_kept(served):
     assert all(trace.num_tokens == 6 for trace in traces)
 
 
+@pytest.mark.slow
 def test_a_repeated_prompt_of_another_run_is_not_found_in_the_prefix_cache(bench):
     request = WorkloadRequest(list(range(3, 43)), 2)
     engine = bench.llm.engine

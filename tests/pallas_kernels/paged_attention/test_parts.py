@@ -63,6 +63,7 @@ def test_each_part_gets_its_rows():
     assert_equals_one_device(shape, outs.reshape(shape.num_tokens, *outs.shape[2:]), pages)
 
 
+@pytest.mark.slow
 def test_the_check_finds_parts_in_each_others_places():
     shape = SMALL["mixed"]
     outs, pages = attend(shape, 4, shift=1)
