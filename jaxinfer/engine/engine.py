@@ -311,16 +311,19 @@ class Engine:
                 return
 
     def _begin_step(self) -> list[SequenceState]:
-        """Ends the sequences whose deadlines have passed; returns them. Raises RuntimeError where weights or cache are
-        not there."""
+        """Ends the sequences whose deadlines have passed; returns them. Raises as `_check_whole`."""
+        self._check_whole()
+        if self._rests_with:
+            self._rests_with.clear()
+        return self._abort_expired()
+
+    def _check_whole(self) -> None:
+        """Raises RuntimeError where weights or cache are not there."""
         for weights in self._all_weights:
             if not weights.is_whole:
                 weights.check_whole()
         if self.runner.is_without_cache:
             raise RuntimeError(self.why_stopped)
-        if self._rests_with:
-            self._rests_with.clear()
-        return self._abort_expired()
 
     def _abort_expired(self) -> list[SequenceState]:
         expired = self._deadlines.pop_expired(self._sequences)
@@ -369,10 +372,11 @@ class Engine:
 
     def warm_up(self, num_jobs: int | None = None, report: Report = lambda name: None) -> int:
         """Compiles every program, so that none compiles later; returns how many. Raises RuntimeError while requests
-        run. `num_jobs` are compiled at once (default: as many as there are cores, at most 8); `report` gets the name of
-        each of `program_names` when it is compiled."""
+        run, and where weights or cache are not there. `num_jobs` are compiled at once (default: as many as there are
+        cores, at most 8); `report` gets the name of each of `program_names` when it is compiled."""
         if self.has_work:
             raise RuntimeError(f"warm_up while {len(self._sequences)} requests are unfinished")
+        self._check_whole()
         return self.runner.warm_up(num_jobs or default_jobs(), report)
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
@@ -389,8 +393,9 @@ class Engine:
         """The tapped hidden states [tokens, D] of a request's prompt, with its adapter and steering, without touching
         the cache.
 
-        Raises RuntimeError where all slots have adapters of running requests.
+        Raises RuntimeError where the weights are not there, and where all slots have adapters of running requests.
         """
+        self.weights.check_whole()
         with self._adapter_slot(request.adapter) as slot:
             tokens, start = list(request.token_ids), request.adapter_start
             return self.runner.hidden_states(tokens, taps, slot, start, request.steering)

@@ -242,11 +242,15 @@ def test_memory_is_given_back_and_taken_again(llm):
         llm.step()
     with pytest.raises(RuntimeError, match="asleep"):
         llm.update_params(params_of(2))
+    with pytest.raises(RuntimeError, match="asleep"):
+        llm.engine.hidden_states(llm.prepare(PROMPTS[0], GREEDY), ("final_norm",))
     llm.wake_up()
     while not answer.is_finished:
         llm.step()
     assert answer.output == expected
     llm.sleep(weights="drop")
+    with pytest.raises(WeightsError, match="were dropped"):
+        llm.warm_up()
     llm.wake_up()
     with pytest.raises(WeightsError):
         run(llm)
