@@ -136,7 +136,7 @@ class ModelRunner:
         self._replaced_names: frozenset[str] | None = frozenset()  # of the draft's weights; None where they are dropped
         models = weights.view(lambda params: self._models_of_draft(config, without_adapters(params)))
         self._draft_models = models
-        programmed = [program_model(*model, mesh)[0] for model in models.value]
+        programmed = [program_model(own, its, mesh)[0] for own, its in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
         self.drafters = spec.drafters(*programmed)
         self._observing = spec.observer(programmed, ())  # of the weights that there are then
