@@ -284,7 +284,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         outputs = [self.client.collect(answers) for answers in self._run(requests, "generating", "answer", use_tqdm)]
         if taps:
             outputs = [
-                replace(output, taps=self.engine.hidden_states(_with_answer(request, output), taps))
+                replace(output, taps=self.engine.hidden_states(request.followed_by(output.outputs[0].token_ids), taps))
                 for output, request in zip(outputs, requests, strict=True)
             ]
         return outputs
@@ -758,11 +758,6 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
 
 
 LLM.__doc__ = documented(LLM.__doc__)
-
-
-def _with_answer(request: Request, output: RequestOutput) -> Request:
-    """A request whose prompt has its first answer too."""
-    return replace(request, token_ids=[*request.token_ids, *output.outputs[0].token_ids])
 
 
 def _layers_chooser(options: LLMOptions, model: Any) -> ChooseLayers | None:

@@ -24,7 +24,7 @@ from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
 from jaxinfer.engine.placement import DevicePlacement
-from jaxinfer.engine.plans import Chunk, DispatchPlan, GroupMove
+from jaxinfer.engine.plans import Chunk, DispatchPlan, GroupMove, slot_of
 from jaxinfer.engine.programs import grammar as grammars
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
@@ -354,7 +354,7 @@ class ModelRunner:
         if self.spec.has_adapters:
             self._write_adapter(slot, sequence.adapter_slot, sequence.request.adapter_start)
         if self.spec.steered_layers:
-            self._write_steering(slot, row_of(self.spec.steering_arrays, _added(sequence)))
+            self._write_steering(slot, row_of(self.spec.steering_arrays, sequence.request.added_vectors))
 
     def write_stacks(self, slot: int, adapter: HostAdapter) -> None:
         """Writes an adapter into a slot, 1 for the first. One behind the last slot is written nowhere."""
@@ -587,7 +587,7 @@ class ModelRunner:
         del rows["tokens"], rows["token_slots"]
         prompt = sequence.tokens[: sequence.num_prompt]
         of = {"slot": slot, "num_found": sequence.num_reused, "adapter": sequence.adapter_slot}
-        work = self._end_work(prompt, chunk.length, chunk.end_moves, **of, added=_added(sequence))
+        work = self._end_work(prompt, chunk.length, chunk.end_moves, **of, added=sequence.request.added_vectors)
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 
     @operation
@@ -761,12 +761,6 @@ class ModelRunner:
         self._scorer.stop(sequence)
 
 
-def _added(sequence: SequenceState) -> dict[str, np.ndarray]:
-    """The vectors that a sequence adds to its hidden states, by layer."""
-    steering = sequence.request.steering
-    return {} if steering is None else steering.arrays
-
-
 def _moved(cache: PagedCache, order: Any) -> PagedCache:
     """The cache with its states in other slots."""
     return cache if cache.states is None else programs.move_states(cache, order)
@@ -800,10 +794,3 @@ def step_rows(
         pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
         row += chunk.length
     return work, pieces
-
-
-def slot_of(sequence: SequenceState) -> int:
-    """The slot of a planned sequence. Raises RuntimeError if it has none."""
-    if sequence.slot is None:
-        raise RuntimeError("a sequence without a slot was planned")
-    return sequence.slot

@@ -101,3 +101,10 @@ def num_expected(sequences: Sequence[SequenceState], num_steps: int) -> float:
     return sum(
         num_steps if sequence.grammar is None else sequence.grammar.num_expected(num_steps) for sequence in sequences
     )
+
+
+def slot_of(sequence: SequenceState) -> int:
+    """The slot of a planned sequence. Raises RuntimeError if it has none."""
+    if sequence.slot is None:
+        raise RuntimeError("a sequence without a slot was planned")
+    return sequence.slot

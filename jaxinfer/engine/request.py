@@ -212,6 +212,15 @@ class Request:
         added = own.arrays if isinstance(own, Steering) else {}
         return AnswerOrigin(self.params, self.max_tokens, use, self.arrays, added)
 
+    @property
+    def added_vectors(self) -> dict[str, np.ndarray]:
+        """Vectors that are added to its hidden states, by the layer's number as text."""
+        return {} if self.steering is None else self.steering.arrays
+
+    def followed_by(self, tokens: Sequence[int]) -> "Request":
+        """This request with more tokens at the end of its prompt."""
+        return replace(self, token_ids=[*self.token_ids, *tokens])
+
     @cached_property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""

@@ -10,6 +10,7 @@ import pytest
 
 from checkpoints_convert import save_huggingface
 from jaxinfer import LLM, SamplingParams, compilation_cache
+from jaxinfer.engine.weights import as_weights
 from jaxinfer.models import init_params
 from jaxinfer.quantization import quantize_params
 from tests.engine.tiers.test_host_tier import GIB
@@ -264,6 +265,16 @@ def test_a_form_that_programs_do_not_take_changes_nothing():
             llm.engine.weights.replace(new)
         assert results(llm) == before
         assert llm.engine.weights.version == 0
+
+
+def test_who_else_holds_a_form_is_told_when_it_is_freed():
+    told = []
+    weights = as_weights({"embed": np.zeros((2, 3))})
+    first = weights.view(lambda params: params["embed"], on_drop=lambda: told.append("first"))
+    second = first.view(lambda leaf: leaf + 1, on_drop=lambda: told.append("second"))
+    first.drop()
+    assert told == ["first", "second"]
+    assert first.value is second.value is None
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("replicas", marks=pytest.mark.slow)])

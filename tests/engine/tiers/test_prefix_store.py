@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.tiers.prefix_store import _checksum
+from jaxinfer.engine.tiers.prefix_store import PrefixStore, _checksum
 from tests.engine.test_saved_states import MIXED
 from tests.engine.test_states import random_params
 from tests.engine.test_windows import WINDOWS, model_of
@@ -44,6 +45,19 @@ def run(model, folder, prompts=PROMPTS, gib=GIB, params=GREEDY, **options):
             found.append([(one.token_ids, one.logprobs) for one in output.outputs])
             llm.engine.scheduler.check()
         return found, llm.engine.scheduler.counters.disk_read_tokens
+
+
+def test_pages_of_weights_before_are_not_copied():
+    """Of a sequence that goes on with other weights and the keys that it has."""
+    asked = []
+    store = PrefixStore.__new__(PrefixStore)
+    store._scheduler, store._page_size = SimpleNamespace(can_reuse=lambda sequence: True), 4
+    store.fingerprint = SimpleNamespace(value=b"weights")
+    pages = {"num_prompt": 8, "num_confirmed": 8, "salt": "", "keys": lambda *args: asked.append(args) or ()}
+    for is_retained in (True, False):
+        store._runner = SimpleNamespace(host_pages=SimpleNamespace(read=lambda *args: ()), caches=())
+        store.save(SimpleNamespace(slot=0, pages=[], is_retained=is_retained, **pages))
+        assert asked == ([] if is_retained else [(4, 8)])
 
 
 @pytest.mark.slow

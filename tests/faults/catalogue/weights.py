@@ -581,7 +581,7 @@ REPLACED_IN_PLACE = (
         "jaxinfer/engine/tiers/prefix_store.py",
         "or sequence.slot is None or sequence.is_retained:",
         "or sequence.slot is None:",
-        (LIVE + "test_pages_that_are_retained_are_not_on_the_disk",),
+        ("tests/engine/tiers/test_prefix_store.py::test_pages_of_weights_before_are_not_copied",),
         "after an update in the middle of a prompt others read keys of weights before, in later processes too",
     ),
     Fault(
@@ -589,7 +589,7 @@ REPLACED_IN_PLACE = (
         "jaxinfer/engine/weights.py",
         "        self._on_drop()\n",
         "",
-        (LIVE + "test_one_more_weight_is_in_memory_beside_a_draft",),
+        ("tests/engine/test_weights.py::test_who_else_holds_a_form_is_told_when_it_is_freed",),
         "an update of a draft needs room for the draft twice",
     ),
     Fault(
