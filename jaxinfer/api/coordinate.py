@@ -79,7 +79,10 @@ class Coordinate:
             raise CoordinateError(f"a coordinate is an object with a form, got {mapping!r:.60}")
         if (form := mapping["form"]) != FORM:
             raise CoordinateError(f"the coordinate has form {form!r:.20}, and this version reads form {FORM}")
-        given = {"arrays": {}, "steering": {}, **{name: value for name, value in mapping.items() if name != "form"}}
+        given = {
+            **{name: {} for name in _OPTIONAL},
+            **{name: value for name, value in mapping.items() if name != "form"},
+        }
         known = [*_OWN, "params"]
         for name in [*given, *known]:
             if name not in known or name not in given:

@@ -48,7 +48,7 @@ def run(model, folder, prompts=PROMPTS, gib=GIB, params=GREEDY, **options):
 
 
 def test_pages_of_weights_before_are_not_copied():
-    """Of a sequence that goes on with other weights and the keys that it has."""
+    """A sequence goes on with other weights and the keys that it has."""
     asked = []
     store = PrefixStore.__new__(PrefixStore)
     store._scheduler, store._page_size = SimpleNamespace(can_reuse=lambda sequence: True), 4
