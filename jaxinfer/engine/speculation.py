@@ -71,7 +71,8 @@ class Speculation:
             if spec.packs_rounds:
                 predicts = self.draft.predicts_acceptance
                 shared = SharedRows(lengths[-1], lengths[-2], spec.decode_slots[0], predicts)
-            self._controller = LengthController(lengths, cost_ratio, shared=shared)
+            at_once = self.draft.drafts_at_once
+            self._controller = LengthController(lengths, cost_ratio, shared=shared, drafts_at_once=at_once)
         self._estimates: dict[SequenceState, AcceptanceEstimate] = {}
 
     def add(self, sequence: SequenceState) -> None:

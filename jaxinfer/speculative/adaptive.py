@@ -165,10 +165,11 @@ class LengthController:
 
     Args:
       choices: numbers of draft tokens for which programs are compiled.
-      cost_ratio: estimated time to draft a token, relative to a plain step. Times not measured yet are estimated from
+      cost_ratio: estimated time of a draft's pass, relative to a plain step. Times not measured yet are estimated from
         it as if verification were free, so that every promising length is tried.
       prior_rate: initial acceptance rate.
       shared: rounds in which the slots share rows; None for none.
+      drafts_at_once: one pass drafts all tokens of a round, and not one of them.
 
     Every row drafts all K tokens, or as many as it may still need: a program computes all its rows anyway, so a shorter
     draft saves no time, and rounds of rows with low acceptance keep their estimates up to date. Where rows are shared,
@@ -181,6 +182,8 @@ class LengthController:
         cost_ratio: float = 0.1,
         prior_rate: float = PRIOR_RATE,
         shared: SharedRows | None = None,
+        *,
+        drafts_at_once: bool = False,
     ):
         if not choices or any(not isinstance(k, int) or isinstance(k, bool) or k < 1 for k in choices):
             raise ValueError(f"choices must be positive numbers of draft tokens, got {choices!r}")
@@ -191,7 +194,7 @@ class LengthController:
         self.choices, self._shared = tuple(sorted(set(choices))), shared
         if shared is not None and not {shared.num_draft_tokens, shared.mean} <= set(choices):
             raise ValueError(f"{shared} is not made of two of {self.choices}")
-        self.cost_ratio = cost_ratio
+        self.cost_ratio, self._drafts_at_once = cost_ratio, drafts_at_once
         self.overall = AcceptanceEstimate(prior_rate=prior_rate)
         self._buckets: dict[int, _Bucket] = {}
         self._by_adapter: dict[str, AcceptanceEstimate] = {}
@@ -368,16 +371,21 @@ class LengthController:
         }
         plain, shared = known[0], self._shared
         if num_draft_tokens == _SHARED and shared is not None:
-            drafting = (shared.num_draft_tokens - shared.mean) * self.cost_ratio * plain
+            drafting = self._drafting_ratio(shared.mean, shared.num_draft_tokens) * plain
             return self.seconds(num_slots, shared.mean) + drafting
         below = max(k for k in known if k < num_draft_tokens)
         above = min((k for k in known if k > num_draft_tokens), default=None)
         if above is not None:
             part = (num_draft_tokens - below) / (above - below)
             return known[below] + part * (known[above] - known[below])
-        estimate = known[below] + (num_draft_tokens - below) * self.cost_ratio * plain
+        estimate = known[below] + self._drafting_ratio(below, num_draft_tokens) * plain
         lower = (self._measured_ratio(size, num_draft_tokens) for size in self._buckets if size < num_slots)
         return max(estimate, plain * max(lower, default=0.0))
+
+    def _drafting_ratio(self, shorter: int, longer: int) -> float:
+        """Estimated time by which drafting the longer round takes more than drafting the shorter, in plain steps."""
+        num_passes = int(shorter == 0) if self._drafts_at_once else longer - shorter
+        return num_passes * self.cost_ratio
 
     def _mean_length(self, choice: int) -> int:
         return self._shared.mean if choice == _SHARED and self._shared is not None else choice

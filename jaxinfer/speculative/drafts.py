@@ -77,6 +77,11 @@ class Draft:
         """True if it says of each token how likely it is to be accepted (`Proposal.chances`)."""
         return False
 
+    @property
+    def drafts_at_once(self) -> bool:
+        """True if one pass of it drafts all tokens of a round, whatever their number."""
+        return False
+
     def num_tried(self, num_proposed: int, num_asked: int) -> int:
         """Tokens of a round that count as drafted for its estimate of acceptance, where it might draft `num_asked`."""
         del num_asked
@@ -270,6 +275,10 @@ class HeadDraft(Draft):
     @property
     def predicts_acceptance(self) -> bool:
         return self.head.has_confidence
+
+    @property
+    def drafts_at_once(self) -> bool:
+        return self.head.is_block
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,19 @@ def llm(model):
 
 
 def dense_logprobs(model, ids):
-    """Log-probabilities of each token but the first, by a pass without a cache."""
+    """Log-probabilities of each token but the first, by a pass without a cache; one program for up to 32 tokens."""
     config, params, _ = model
-    tokens = jnp.asarray([ids])
+    tokens = np.zeros((1, 32), np.int32)
+    tokens[0, : len(ids)] = ids
+    logprobs = np.asarray(all_logprobs(config, params, tokens))[0]
+    return logprobs[np.arange(len(ids) - 1), ids[1:]]
+
+
+@partial(jax.jit, static_argnums=0)
+def all_logprobs(config, params, tokens):
     decoder = bind(config, params)
-    logits = decoder.logits(decoder(tokens, jnp.arange(len(ids))[None], attend_without_cache))
-    logprobs = jax.nn.log_softmax(logits[0, :-1].astype(jnp.float32))
-    return np.asarray(logprobs)[np.arange(len(ids) - 1), ids[1:]]
+    logits = decoder.logits(decoder(tokens, jnp.arange(tokens.shape[1])[None], attend_without_cache))
+    return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
 def test_texts_are_scored_from_the_first_token_after_bos(llm, model, tokenizer):

@@ -62,28 +62,34 @@ def _with_targets_head(config: ModelConfig, params: Any, target: Model) -> Any:
     """States of the head are to be those of the target: its last norm and, of a head with logits of its own, these are
     the target's, and the projection of tapped states gives the last one, nearly."""
     width, own = target[0].hidden_size, config.hidden_size
-    norm = jnp.asarray(target[1]["final_norm"]["weight"])
-    params = {**params, "final_norm": {"weight": jnp.pad(norm, (0, own - width), constant_values=1)}}
+    target_params, params = jax.tree.map(np.asarray, (target[1], params))  # NumPy compiles nothing for each shape
+    norm = target_params["final_norm"]["weight"]
+    params = {**params, "final_norm": {"weight": np.pad(norm, (0, own - width), constant_values=1)}}
     if "taps_proj" in params:
         weight = 0.05 * params["taps_proj"]["weight"]
-        params["taps_proj"] = {"weight": weight.at[-width:, :width].add(jnp.eye(width))}
+        weight[-width:, :width] += np.eye(width, dtype=weight.dtype)
+        params["taps_proj"] = {"weight": weight}
     if "lm_head" in params:
-        head = target[1].get("lm_head")
-        head = target[1]["embed"].T if head is None else head
-        head = jnp.pad(head, ((0, own - width), (0, 0))) * (own / width) ** -0.5
+        head = target_params.get("lm_head")
+        head = target_params["embed"].T if head is None else head
+        head = np.pad(head, ((0, own - width), (0, 0))) * (own / width) ** -0.5
         params["lm_head"] = head if config.draft_head.vocab_size is None else head[:, np.array(TOKENS)]
     for name in ("selector", "markov"):  # enough to change some drafts
         if name in params:
             params[name] = jax.tree.map(lambda leaf: 0.3 * leaf, params[name])
-    return {**params, "layers": jax.tree_util.tree_map_with_path(_of_layers, params["layers"])}
+    layers = jax.tree_util.tree_map_with_path(_of_layers, params["layers"])
+    return jax.tree.map(jnp.asarray, {**params, "layers": layers})
 
 
-def _of_layers(path: Any, leaf: jax.Array) -> jax.Array:
+def _of_layers(path: Any, leaf: np.ndarray) -> np.ndarray:
     """What is added to the states is small, and what the last matrix reads is far from linear."""
     names = [key.key for key in path]
     if leaf.ndim < 2 or names[-2] in ("q_proj", "k_proj", "gate_proj", "up_proj"):
         return leaf
-    return 0.2 * leaf if "base" not in names else (0.2 * leaf).at[:, 0].add(0.8)
+    leaf = 0.2 * leaf
+    if "base" in names:
+        leaf[:, 0] += leaf.dtype.type(0.8)
+    return leaf
 
 
 class _NoNorm:

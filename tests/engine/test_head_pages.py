@@ -15,7 +15,7 @@ from jaxinfer.models import bind_draft_head
 from jaxinfer.speculative import HeadDraft
 from pallas_kernels.paged_attention.layout import gather, page_shape
 from tests.engine.fitted_heads import Heads
-from tests.engine.test_heads import OPTIONS, PROMPTS, full
+from tests.engine.test_heads import OPTIONS, PROMPTS, expect_cheap_drafts, full
 from tests.pallas_kernels.quick import quick
 from tests.speculative import tiny_heads
 
@@ -70,7 +70,8 @@ def largest_error(llm: LLM) -> float:
         count = len(tokens) - 1 - draft.num_ahead  # the newest token is not in the cache
         if not sequence.is_decoding or count < 1:
             continue
-        ids = np.array(sequence.pages[: -(-count // size)], np.int32)
+        ids = np.zeros(LENGTH // size, np.int32)  # one number of pages: `gather` is compiled once
+        ids[: -(-count // size)] = sequence.pages[: -(-count // size)]
         for pages, (keys, values) in zip(own.layers, wanted_pages(config, params, *padded(llm, tokens)), strict=True):
             found = gather(pages, ids, page_shape(pages, config.num_kv_heads, config.head_dim))
             for one, other in [(found.k, keys)] + ([] if found.v is None else [(found.v, values)]):
@@ -112,6 +113,10 @@ ALL.remove(("dflash", "a window"))
 @pytest.mark.parametrize(("name", "case"), quick(ALL, ("dflash", "together")))
 def test_pages_follow_from_the_tokens(heads, name, case):
     with open_llm(heads[name], **CASES[case]) as llm:
+        expect_cheap_drafts(llm)
+        scheduler = llm.engine.scheduler
+        if case == "short of pages":
+            scheduler._num_spare = lambda: [0] * len(scheduler.pools.all)  # admits too many
         assert run_together(llm, [*PROMPTS, *PROMPTS[:3]]) < 1e-3
         counters, stats = llm.engine.scheduler.counters, llm.speculation_stats()
         assert counters.reused_tokens > 0
@@ -154,8 +159,8 @@ def counted(llm: LLM, head, prompt: list[int], answer: list[int]) -> tuple[int, 
     root, proposed, accepted = len(prompt), 0, 0
     while root < len(whole) - 1:
         num_nodes = min(5, len(whole) - 1 - root)
-        drafts = greedy_drafts(config, params, tokens, taps, np.int32(root), np.int32(num_nodes))[: num_nodes - 1]
-        right = [draft == token for draft, token in zip(drafts.tolist(), whole[root + 1 :], strict=False)]
+        drafts = greedy_drafts(config, params, tokens, taps, np.int32(root), np.int32(num_nodes)).tolist()
+        right = [draft == token for draft, token in zip(drafts[: num_nodes - 1], whole[root + 1 :], strict=False)]
         num_right = [*right, False].index(False)
         proposed, accepted, root = proposed + num_nodes - 1, accepted + num_right, root + num_right + 1
     return proposed, accepted

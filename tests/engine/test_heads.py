@@ -56,12 +56,28 @@ def answer_of(one) -> tuple:
     return one.token_ids, one.finish_reason, entries
 
 
+class NearEntries(dict):
+    """Log-probabilities by token, equal to others that differ by rounding. Of tokens that are as likely but for it,
+    any may be among the most likely."""
+
+    def __init__(self, entries: dict[int, float], tolerance: float):
+        super().__init__(entries)
+        self.tolerance = tolerance
+
+    def __eq__(self, other) -> bool:
+        def has(entries: dict[int, float], token: int, logprob: float) -> bool:
+            near = [entries[token]] if token in entries else entries.values()
+            return any(abs(logprob - one) <= self.tolerance for one in near)
+
+        return all(has(other, *one) for one in self.items()) and all(has(self, *one) for one in other.items())
+
+
 def nearly(found: list[list[tuple]], tolerance: float = 1e-3) -> list[list[tuple]]:
     """The answers, equal to those with log-probabilities that differ by rounding."""
 
     def one(answer: tuple) -> tuple:
         tokens, reason, entries = answer
-        return tokens, reason, [{token: pytest.approx(x, abs=tolerance) for token, x in e.items()} for e in entries]
+        return tokens, reason, [NearEntries(entry, tolerance) for entry in entries]
 
     return [[one(answer) for answer in all_] for all_ in found]
 
@@ -158,6 +174,12 @@ def expected():
     return Expected()
 
 
+def expect_cheap_drafts(llm: LLM) -> None:
+    """An adaptive engine begins to draft, though these heads have as many bytes as their targets."""
+    if llm.engine.spec.options.is_adaptive:
+        llm.engine.speculation._controller.cost_ratio = 0.1
+
+
 def check_accepted(llm: LLM) -> None:
     """Some drafts were accepted and some were rejected."""
     stats = llm.speculation_stats()
@@ -191,6 +213,7 @@ def test_one_answer(expected, name, variant):
     """Alone, crowded, after prefix hits and preemption."""
     case = replace(FULL, head=name)
     with open_llm(full(), draft=expected.head(case), **{"num_draft_tokens": 4, **VARIANTS[variant]}) as llm:
+        expect_cheap_drafts(llm)
         check_everything(llm, expected[FULL], answers)
         check_accepted(llm)
         check_idle(llm)

@@ -33,7 +33,7 @@ from tests.engine.test_policies import NUM_PROMPTS, PROMPTS, answers, check_ever
 from tests.engine.test_windows import check_idle
 from tests.pallas_kernels.quick import quick
 
-DRAFT, TAPS = "taps:3", ("layers.0.residual", "layers.1.residual", "layers.2.residual")
+DRAFT, MAX_PAGES, TAPS = "taps:3", 32, ("layers.0.residual", "layers.1.residual", "layers.2.residual")
 
 
 def head_params(config, seed: int) -> dict[str, Any]:
@@ -150,17 +150,20 @@ class BoundTaps(BoundProposer):
         return hidden, jnp.concatenate([x, hidden], axis=-1) @ self.params["out"]
 
 
-def whole_states(llm: LLM, head: BoundTaps, tokens: list[int]) -> jax.Array:
-    return head.states(llm.engine.runner.hidden_states(tokens, TAPS))
+def pairs(llm: LLM, params, tokens: list[int]) -> np.ndarray:
+    """The head's input [len(tokens) - 2, 2 D] of each state beside the token after it; by NumPy, which compiles nothing
+    for each length."""
+    taps = llm.engine.runner.hidden_states(tokens, TAPS)
+    states = np.concatenate([taps[name] for name in TAPS], axis=-1) @ np.asarray(params["fc"])
+    return np.concatenate([np.asarray(params["embed"])[tokens[1:-1]], states[:-2]], axis=-1)
 
 
 def fitted(llm: LLM, config, params, sequences: list[list[int]]) -> Any:
     """The head with outputs that fit the sequences: without accepted drafts, little would be seen."""
-    head, rows, targets = BoundTaps(config, params), [], []
+    rows, targets = [], []
     for tokens in sequences:
-        states, following = whole_states(llm, head, tokens)[:-2], jnp.array(tokens[1:-1])
-        x, *_ = head.inputs(following, states)
-        rows.append(np.concatenate([x, states], axis=-1))
+        inputs = pairs(llm, params, tokens)
+        rows.append(np.concatenate([inputs, inputs[:, config.hidden_size :]], axis=-1))
         targets += tokens[2:]
     features = np.concatenate(rows)
     wanted = np.eye(config.vocab_size)[targets]
@@ -237,23 +240,25 @@ def stored_keys(llm: LLM, sequence, count: int) -> np.ndarray:
     """Keys [count, Hkv, K] of a running sequence in the draft's own pages."""
     own, size = llm.engine.runner._draft_cache, llm.engine.spec.page_size
     (config, _), pages = llm.engine.spec.draft.own[0], own.layers[0]
-    ids = np.array(sequence.pages[: -(-count // size)], np.int32)
-    found = gather(pages, ids, page_shape(pages, config.num_kv_heads, config.head_dim))
-    return np.asarray(found.k, np.float32).reshape(-1, config.num_kv_heads, config.head_dim)[:count]
+    ids = np.zeros(MAX_PAGES, np.int32)
+    ids[: -(-count // size)] = sequence.pages[: -(-count // size)]
+    keys = gather(pages, ids, page_shape(pages, config.num_kv_heads, config.head_dim)).k
+    return np.asarray(keys, np.float32).reshape(-1, config.num_kv_heads, config.head_dim)[:count]
 
 
 def largest_error(llm: LLM) -> float:
     """The most that a key in the draft's pages differs from what the tokens of a running sequence give."""
-    runner, errors = llm.engine.runner, []
+    errors = []
     llm.engine._commit_all()
-    head = runner._observer[0].bind(llm.engine.spec.config.vocab_size)
+    params = llm.engine.runner._observer[0].bind(llm.engine.spec.config.vocab_size).params
     for sequence in llm.engine.scheduler.running:
         tokens = sequence.tokens
         if llm.engine.spec.ends_prompts:  # an answer sees less than what is computed here
             tokens = tokens[: sequence.num_prompt + 1]
         if sequence.is_decoding and len(tokens) > 2:
-            _, _, keys, _ = head.inputs(jnp.array(tokens[1:-1]), whole_states(llm, head, tokens)[:-2])
-            errors.append(np.abs(stored_keys(llm, sequence, len(tokens) - 2) - keys).max())
+            keys = pairs(llm, params, tokens) @ np.asarray(params["k"])
+            stored = stored_keys(llm, sequence, len(tokens) - 2)
+            errors.append(np.abs(stored - keys.reshape(stored.shape)).max())
     return max(errors, default=0.0)
 
 

@@ -285,7 +285,18 @@ def test_what_is_not_measured_is_guessed():
     assert controller.seconds(4, 4) == pytest.approx(3.0), "a busier machine is not relatively faster"
 
 
-def test_an_empty_purse_stops_it():
+def test_a_draft_of_blocks_costs_a_pass_whatever_it_drafts():
+    controller = LengthController(CHOICES, cost_ratio=0.4, drafts_at_once=True)
+    for _ in range(5):
+        controller.observe_time(1, 0, 1.0)
+    assert [controller.seconds(1, k) for k in CHOICES] == pytest.approx([1.4] * 4)
+    assert controller.choose(1, [controller.new_estimate()]).num_draft_tokens
+    for _ in range(5):
+        controller.observe_time(1, 2, 1.7)
+    assert controller.seconds(1, 8) == pytest.approx(1.7)
+
+
+def test_an_empty_budget_stops_it():
     """Predictions may be wrong; what really came of the rounds counts."""
     controller = known({0: 1.0, 4: 1.5})
     estimate = estimate_of(controller, 0.9)

@@ -318,6 +318,7 @@ def test_what_a_draft_says_of_its_head():
     assert (pairs.max_drafts, block.max_drafts, rooted.max_drafts) == (None, 4, 4)
     assert (pairs.lengths, block.lengths, rooted.lengths) == ((2, 4, 8), (2, 4), (2, 4))
     assert (pairs.num_ahead, block.num_ahead) == (1, 0)
+    assert (pairs.drafts_at_once, block.drafts_at_once) == (False, True)
     assert all(draft.observes and not draft.has_branches for draft in (pairs, block, rooted))
     assert (pairs.taps, draft_of("mtp").taps) == (
         ("embed", "layers.1.residual", "layers.2.residual"),

@@ -106,13 +106,14 @@ def random_params(config: ModelConfig, seed: int = 7) -> dict[str, Any]:
     def drawn(path, leaf, key):
         if leaf.dtype == jnp.int32:
             return jnp.asarray(draft_index(config.vocab_size))
-        noise = jax.random.normal(key, leaf.shape, leaf.dtype)
+        # By NumPy from here on, which compiles nothing for each shape.
+        leaf, noise = np.asarray(leaf), np.asarray(jax.random.normal(key, leaf.shape, leaf.dtype))
         name = jax.tree_util.keystr(path)
         if "norm" in name and leaf.ndim < 3:
-            return 1 + 0.2 * noise
+            return jnp.asarray(1 + 0.2 * noise)
         # Tables of a few numbers for each token, and other weights large enough to show in the logits.
         is_table = leaf.ndim == 2 and leaf.shape[0] == config.vocab_size
-        return noise if is_table else leaf + 2 * noise * leaf.shape[-2 if leaf.ndim > 1 else 0] ** -0.5
+        return jnp.asarray(noise if is_table else leaf + 2 * noise * leaf.shape[-2 if leaf.ndim > 1 else 0] ** -0.5)
 
     return jax.tree.unflatten(tree, [drawn(path, leaf, key) for (path, leaf), key in zip(pairs, keys, strict=True)])
 

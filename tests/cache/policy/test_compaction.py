@@ -1,5 +1,7 @@
 """Compaction of one layer's pages: what stays is chosen from keys as they are stored, in every layout and dtype."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,18 +51,22 @@ def stored_prompt_pages(dtype: str, layout: str):
     )
     k = jnp.where(jnp.arange(count)[:, None, None] < LENGTH, k, jnp.nan)
     page, slot = jnp.array(TABLE)[jnp.arange(count) // PAGE], jnp.arange(count) % PAGE
-    return shape, append(empty_pages(shape, layout), k, v, page.astype(jnp.int32), slot.astype(jnp.int32)), q
+    slots = page.astype(jnp.int32), slot.astype(jnp.int32)
+    return shape, jax.jit(append)(empty_pages(shape, layout), k, v, *slots), q
 
 
-def logical(pages, shape: PageShape):
+@partial(jax.jit, static_argnums=1)
+def stored_numbers(pages, shape: PageShape):
     """Keys and values [pages, page, Hkv, K] as they are read."""
     found = unpack(pages, HEADS, WIDTH)
+    numbers = []
     for values, scales, dtype in (
         (found.k, found.k_scales, shape.key_dtype),
         (found.v, found.v_scales, shape.value_dtype),
     ):
         read = from_stored(values, None if scales is None else scales.swapaxes(1, 2))
-        yield np.asarray(rotation.rotate_back(read) if dtype == "int4" else read)
+        numbers.append(rotation.rotate_back(read) if dtype == "int4" else read)
+    return numbers
 
 
 @pytest.mark.matrix("snapkv-int4-separate")
@@ -70,7 +76,7 @@ def test_what_stays_is_chosen_from_stored_keys(method, dtype, layout):
     shape, pages, q = stored_prompt_pages(dtype, layout)
     prompt = PromptPages(jnp.array(TABLE), jnp.int32(LENGTH), jnp.int32(4), jnp.array(TARGETS))
     found = jax.jit(compacted, static_argnums=(0, 4))(method, pages, prompt, q, (HEADS, WIDTH), {})
-    before, after = list(logical(pages, shape)), list(logical(found, shape))
+    before, after = (jax.device_get(stored_numbers(one, shape)) for one in (pages, found))
     keys = jnp.asarray(before[0][TABLE].reshape(-1, HEADS, WIDTH)[:LENGTH])
     if method == "keydiff":
         wanted = kept_positions(keydiff_scores(keys), KEPT)
@@ -95,8 +101,9 @@ def test_what_stays_is_what_later_queries_are_expected_to_read(dtype, layout):
     queries = LayerQueries(before, rope_rotation(rope, positions), future, jnp.ones(WINDOW, bool))
     prompt = PromptPages(jnp.array(TABLE), jnp.int32(LENGTH), jnp.int32(4), jnp.array(TARGETS))
     compact = jax.jit(compacted_by_moments, static_argnums=3)
-    found = list(logical(compact(pages, prompt, q, (HEADS, WIDTH), None, queries, 0.2), shape))
-    keys, values = (one[TABLE].reshape(-1, HEADS, WIDTH)[:LENGTH] for one in logical(pages, shape))
+    found = jax.device_get(stored_numbers(compact(pages, prompt, q, (HEADS, WIDTH), None, queries, 0.2), shape))
+    stored = jax.device_get(stored_numbers(pages, shape))
+    keys, values = (one[TABLE].reshape(-1, HEADS, WIDTH)[:LENGTH] for one in stored)
     scores = expected_attention_scores(queries.add(q), jnp.asarray(keys), jnp.asarray(values), future, scale=0.2)
     wanted = np.asarray(kept_positions(scores, KEPT))
     assert (wanted[:, :4] == np.arange(4)).all()

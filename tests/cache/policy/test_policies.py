@@ -4,7 +4,9 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -195,11 +197,11 @@ def attend_in_pieces(kept: SinksWindow, layout: str):
 def test_the_kernel_of_tpus_reads_what_a_step_stores(monkeypatch, trained):
     """In its interpreter, without the check for races: pages are written with the bytes that they have already."""
     kept = kept_pages(1, 1, 8, trained)
-    wanted = attend_in_pieces(kept, "separate")
+    wanted = jax.jit(partial(attend_in_pieces, kept, "separate"))()
     monkeypatch.setattr(api, "current_platform", lambda: "tpu")
     parameters = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
     with pltpu.force_tpu_interpret_mode(parameters):
-        found = attend_in_pieces(kept, "interleaved")
+        found = jax.jit(partial(attend_in_pieces, kept, "interleaved"))()
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 

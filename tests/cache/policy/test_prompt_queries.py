@@ -15,7 +15,7 @@ from jaxinfer.models import RopeConfig, bind, init_params
 from jaxinfer.models.rope import rotation
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.paged_attention.layout import append
-from tests.cache.policy.test_compaction import CASES, HEADS, LENGTH, TABLE, WIDTH, logical, stored_prompt_pages
+from tests.cache.policy.test_compaction import CASES, HEADS, LENGTH, TABLE, WIDTH, stored_numbers, stored_prompt_pages
 from tests.pallas_kernels.quick import quick
 from tests.tiny import TINY
 
@@ -99,7 +99,7 @@ def test_what_is_read_is_what_attention_reads(dtype, layout):
     for scales in (None, KVScales(jnp.array([0.5, 3]), jnp.array([2, 0.25]))):
         found = stored_prompt(pages, jnp.array(TABLE), (HEADS, WIDTH), scales, jnp.float32)
         factors = (None, None) if scales is None else (scales.keys, scales.values)
-        for one, wanted, factor in zip(found, logical(pages, shape), factors, strict=True):
+        for one, wanted, factor in zip(found, stored_numbers(pages, shape), factors, strict=True):
             wanted = wanted[TABLE].reshape(-1, HEADS, WIDTH)[:LENGTH]
             wanted = wanted if factor is None else wanted * np.asarray(factor)[:, None]
             np.testing.assert_allclose(np.asarray(one)[:LENGTH], wanted, rtol=1e-6)

@@ -234,6 +234,14 @@ SPECULATIVE = (
         "a head with confidence drafts more than the pass has rows, and answers are wrong",
     ),
     Fault(
+        "speculative/a-block-costs-a-pass-for-each-token",
+        "jaxinfer/speculative/drafts.py",
+        "return self.head.is_block\n\n    @property\n    def lengths",
+        "return False\n\n    @property\n    def lengths",
+        ("tests/speculative/test_heads.py::test_what_a_draft_says_of_its_head",),
+        "the long blocks of a head that drafts them in one pass are never tried",
+    ),
+    Fault(
         "speculative/each-sequence-has-as-many-shared-rows",
         "jaxinfer/speculative/adaptive.py",
         "-first * later if lengths[row] == 1 else chance * later",
