@@ -145,6 +145,6 @@ def test_a_mesh_gives_the_same_tokens(model, llm):
     prompts, arrays = [PROMPT, [1, 2, 3, 4]], [{"bias": bias_of(t9=7.0)}, None]
     for params in (GREEDY, SamplingParams(seed=3, max_tokens=8)):
         expected = tokens_of(llm.generate(prompts, params, arrays=arrays))
-        for mesh in ("model=2", "data=2"):
+        for mesh in ("model=2", "data=2", "sequence=2"):
             with LLM(model, processors=[BIAS], mesh=mesh, draft="ngram", num_draft_tokens=3, **OPTIONS) as sharded:
                 assert tokens_of(sharded.generate(prompts, params, arrays=arrays)) == expected

@@ -108,6 +108,8 @@ VARIANTS = {
     "contiguous": {"cache": "contiguous", "num_pages": None},
     "host layers": {"offload": 1},
     "two devices": {"mesh": "model=2"},
+    "two parts of a prompt": {"mesh": "sequence=2"},
+    "two replicas": {"mesh": "data=2"},
     "snapkv": {"kv_policy": "snapkv(128)"},
     "expected attention": {"kv_policy": "expected_attention(128)"},
 }
