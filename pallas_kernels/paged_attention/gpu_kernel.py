@@ -79,11 +79,13 @@ def run(
         named = dict(zip((*inputs, *results, *scratch), refs, strict=True))
         _Kernel(spec, shape, size, named).run()
 
-    cache_bytes = 2 * shape.num_tiles * spec.max_kv_length * row_bytes(spec)
+    # Upper bound: every query sees all keys that its sequence may have, or all of its window.
+    num_keys = spec.max_kv_length if spec.window is None else min(spec.window + size.rows, spec.max_kv_length)
+    num_heads = shape.num_tiles * spec.num_kv_heads
     cost = pl.CostEstimate(
-        flops=4 * shape.num_tiles * spec.num_kv_heads * size.rows * spec.max_kv_length * spec.head_dim,
-        bytes_accessed=cache_bytes * spec.num_kv_heads + q_tiles.nbytes,
-        transcendentals=shape.num_tiles * spec.num_kv_heads * size.rows * spec.max_kv_length,
+        flops=4 * num_heads * size.rows * num_keys * spec.head_dim,
+        bytes_accessed=2 * num_heads * num_keys * row_bytes(spec) + q_tiles.nbytes,
+        transcendentals=num_heads * size.rows * num_keys,
     )
     outputs = compat.kernel_in_place(
         body,

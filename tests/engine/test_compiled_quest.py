@@ -68,10 +68,10 @@ def test_a_decode_step_reads_the_bounds_and_the_best_pages(chip, layout, page_si
         read = bounds
         large = made_in_hbm(program, at_least=smallest)
         assert [str(one) for one in large if not (has_rows(one, SLOTS) or is_eviction(one))] == []
-    else:  # kernels are not counted there: each reads the pages of its table once
+    else:  # a kernel there states what its table may hold at most
         tables = [line for line in memory.program.as_text().splitlines() if 'custom_call_target="mosaic_gpu' in line]
         assert sum(f"s32[{SLOTS},{best.num_pages + 1}]" in line for line in tables) == len(bounded)
-        pages = SLOTS * best.num_tokens * full // (num_pages * page_size)
+        pages = SLOTS * best.num_kept * full // (num_pages * page_size)
         scores = (SLOTS, CONTEXT // page_size, config.num_kv_heads, config.num_heads // config.num_kv_heads)
         sums = [move.num_bytes for move in moves if move.instruction.results[0].shape == scores]
         read = max(sums)

@@ -55,10 +55,7 @@ def test_decode_moves_little_more_than_the_weights_and_what_windows_show(request
     large = made_in_hbm(program, at_least=min(pools))
     assert not [one.name for one in large if any(array.num_bytes in pools for array in one.results)]
 
-    pages = SLOTS * counted.read_cache_bytes(CONTEXT)
     moved = sum(move.num_bytes for move in program.moves())
-    if chip == "h100":  # kernels are not counted there: each reads what it sees once
-        moved += pages
-    needed = counted.read_weight_bytes(SLOTS) + pages
+    needed = counted.read_weight_bytes(SLOTS) + SLOTS * counted.read_cache_bytes(CONTEXT)
     print(f"{chip}, {name}: {moved:,} bytes, {moved / needed:.3f} of {needed:,.0f}; {found.temporary_bytes:,} beside")
-    assert moved <= 1.10 * needed
+    assert 0.85 * needed <= moved <= 1.10 * needed

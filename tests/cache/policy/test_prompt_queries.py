@@ -99,7 +99,7 @@ def test_what_is_read_is_what_attention_reads(dtype, layout):
     for scales in (None, KVScales(jnp.array([0.5, 3]), jnp.array([2, 0.25]))):
         found = stored_prompt(pages, jnp.array(TABLE), (HEADS, WIDTH), scales, jnp.float32)
         factors = (None, None) if scales is None else (scales.keys, scales.values)
-        for one, wanted, factor in zip(found, stored_numbers(pages, shape), factors, strict=True):
+        for one, wanted, factor in zip(found, jax.device_get(stored_numbers(pages, shape)), factors, strict=True):
             wanted = wanted[TABLE].reshape(-1, HEADS, WIDTH)[:LENGTH]
             wanted = wanted if factor is None else wanted * np.asarray(factor)[:, None]
             np.testing.assert_allclose(np.asarray(one)[:LENGTH], wanted, rtol=1e-6)
