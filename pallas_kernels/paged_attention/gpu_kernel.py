@@ -81,11 +81,11 @@ def run(
 
     # Upper bound: every query sees all keys that its sequence may have, or all of its window.
     num_keys = spec.max_kv_length if spec.window is None else min(spec.window + size.rows, spec.max_kv_length)
-    num_heads = shape.num_tiles * spec.num_kv_heads
+    num_tiles = shape.num_tiles * spec.num_kv_heads
     cost = pl.CostEstimate(
-        flops=4 * num_heads * size.rows * num_keys * spec.head_dim,
-        bytes_accessed=2 * num_heads * num_keys * row_bytes(spec) + q_tiles.nbytes,
-        transcendentals=num_heads * size.rows * num_keys,
+        flops=4 * num_tiles * size.rows * num_keys * spec.head_dim,
+        bytes_accessed=2 * num_tiles * num_keys * row_bytes(spec) + q_tiles.nbytes,
+        transcendentals=num_tiles * size.rows * num_keys,
     )
     outputs = compat.kernel_in_place(
         body,

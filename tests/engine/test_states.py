@@ -133,10 +133,9 @@ def test_explain_counts_the_states(model):
     with LLM((config, params), max_seqs=3, **OPTIONS) as llm:
         explained = llm.explain().to_dict()
     cache, recurrence = explained["cache"], explained["kernels"].get("decode recurrence")
-    # A convolution has no recurrence over a state.
-    only_convolutions = config.layer_kinds is not None and "short_conv" in config.layer_kinds
+    # Convolutions have no recurrence over a state.
     form = "xla, 1.5 of the bytes of states that are read and written once"
-    assert recurrence == (None if only_convolutions else form)
+    assert recurrence == (None if "short_conv" in config.layer_kinds else form)
     assert cache["state bytes"] == 2 * 3 * state_bytes(config, jnp.float32)  # as many are saved
     assert (cache["saved states"], cache["prefix cache"]) == (3, "on")
     # Pages are of the one layer with attention: keys and values of 2 heads of 8.
